@@ -23,7 +23,7 @@ SHARDS ?= 6
 VARIATIONS ?= --reseed=1 --reseed=2 --compiler=optimized --compiler=new-emitter --compiler=level-0 \
   --compiler=avx2 --cores=1,--compiler=one-thread
 
-.PHONY: help demo docs notebooks check quick test nightly costs release mutants steady wheel \
+.PHONY: help demo docs notebooks outputs check quick test nightly costs release mutants steady wheel \
   gpu-compiler clients newest lint format lock install clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
+	@echo "make outputs  then execute them, on the CPU, and keep what they show (ARGS=quickstart: one)"
 	@echo "make lock     resolve requirements.lock again"
 	@echo "make docs     the documentation, into runs/docs"
 	@echo "make install  only make .venv; EXTRAS=cuda adds extras of pyproject.toml"
@@ -130,7 +131,10 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --config-file experiments/docs/mkdocs.yml
 
 notebooks: $(STAMP)
-	$(RUN) -m jupytext --sync colab/*.py
+	$(RUN) -m jupytext --update --to ipynb --quiet colab/*.py
+
+outputs: notebooks
+	$(RUN) -m tests.colab.execute $(ARGS)
 
 $(STAMP): requirements.lock pyproject.toml
 	@sh .ci/install $(VENV)

@@ -16,9 +16,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/compare_policies.ipynb)
 #
-# Four policies that need no training, on one checkpoint and one text: the loss that each adds
-# against the tokens that it keeps, both measured in true decoding from the paged cache. Then what
-# a smaller cache is worth on your card. The notebook `retrofit` trains one.
+# Compares four training-free policies on one checkpoint and one text: added loss against tokens
+# kept, both measured by decoding from the paged cache. Then estimates what a smaller cache gains on
+# your card. The notebook `retrofit` trains a policy.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -32,20 +32,44 @@ import sys
 
 SOURCE = "https://github.com/dms-jax/dms_jax"
 
+
+class NotInstalled(Exception):
+    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+        return [str(self)]
+
+
 if shutil.which("nvidia-smi"):
     runtime = "cuda"
 elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
     runtime = "tpu"
 else:
     runtime = "cpu"
+here = pathlib.Path.cwd().resolve()
+checkout = here.parent
+for uploaded in here.glob("dms_jax*.zip"):  # the repository's
+    unpacked = here / "runs" / "unpacked"
+    shutil.unpack_archive(uploaded, unpacked)
+    checkout = next(unpacked.rglob("pyproject.toml"), here).parent
+is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+if is_ours:  # the models that the wheel leaves out
+    os.environ.setdefault("DMS_JAX_ASSETS", str(checkout / "dms_jax" / "assets"))
 if importlib.util.find_spec("dms_jax") is None:
     extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
-    checkout = pathlib.Path.cwd().resolve().parent
-    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
-    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    local = next(here.glob("dms_jax*.whl"), checkout if is_ours else None)
+    what = f"{local}[{extras}]" if local else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled(
+            f"pip cannot install {what}:\n{done.stderr}"
+            if local
+            else f"pip cannot install from {SOURCE}: get the repository's zip there (Code, "
+            f"Download ZIP) or from a checkout (git archive -o dms_jax.zip HEAD), upload it to "
+            f"{here} and run this cell again."
+        )
 
 import jax
 
@@ -127,9 +151,9 @@ axis.set_xlim(right=edge * 1.2)
 plt.show()
 
 # %% [markdown]
-# ## What that is worth on this card
-# How long a decode step of Llama-3.1-8B's shape takes at least, by the data sheet: weights and live
-# cache read once. A card that is not in the list is taken for an L4.
+# ## Step time on this card
+# The least time of a decode step of Llama-3.1-8B's shape, by the data sheet: weights and live cache
+# read once. Unknown cards count as an L4.
 
 # %%
 from dms_jax.analysis import latency

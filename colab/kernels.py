@@ -16,10 +16,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/kernels.ipynb)
 #
-# Decode attention reads the pages of each row, and rows may be of very different lengths;
-# training attention carries DMS's mask in linear memory. Both have Pallas kernels for GPUs and
-# TPUs and an XLA reference with the same signature. This notebook says which serves on this
-# runtime and times it.
+# Decode attention reads the pages of each row, and row lengths may differ widely; training
+# attention applies DMS's mask in linear memory. Both have Pallas kernels for GPUs and TPUs and an
+# XLA reference with the same signature. This notebook shows which implementation runs here and
+# times it.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -33,20 +33,44 @@ import sys
 
 SOURCE = "https://github.com/dms-jax/dms_jax"
 
+
+class NotInstalled(Exception):
+    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+        return [str(self)]
+
+
 if shutil.which("nvidia-smi"):
     runtime = "cuda"
 elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
     runtime = "tpu"
 else:
     runtime = "cpu"
+here = pathlib.Path.cwd().resolve()
+checkout = here.parent
+for uploaded in here.glob("dms_jax*.zip"):  # the repository's
+    unpacked = here / "runs" / "unpacked"
+    shutil.unpack_archive(uploaded, unpacked)
+    checkout = next(unpacked.rglob("pyproject.toml"), here).parent
+is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+if is_ours:  # the models that the wheel leaves out
+    os.environ.setdefault("DMS_JAX_ASSETS", str(checkout / "dms_jax" / "assets"))
 if importlib.util.find_spec("dms_jax") is None:
     extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
-    checkout = pathlib.Path.cwd().resolve().parent
-    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
-    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    local = next(here.glob("dms_jax*.whl"), checkout if is_ours else None)
+    what = f"{local}[{extras}]" if local else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled(
+            f"pip cannot install {what}:\n{done.stderr}"
+            if local
+            else f"pip cannot install from {SOURCE}: get the repository's zip there (Code, "
+            f"Download ZIP) or from a checkout (git archive -o dms_jax.zip HEAD), upload it to "
+            f"{here} and run this cell again."
+        )
 
 import jax
 
@@ -87,11 +111,10 @@ def milliseconds(function, *arrays):
 
 
 # %% [markdown]
-# ## Decoding reads what is live
-# A row is one head of one sequence of one layer. With a kernel, fewer live tokens are fewer bytes
-# and less time, and rows of uneven lengths cost their mean and not their longest. The XLA
-# reference, which serves on a CPU, computes over the whole table whatever is live, and gains
-# nothing.
+# ## Decoding reads only live tokens
+# A row is one head of one sequence of one layer. With a kernel, fewer live tokens take fewer bytes
+# and less time, and rows of uneven lengths cost as much as their mean, not their maximum. The XLA
+# reference, used on a CPU, always computes over the whole table and gains nothing.
 
 # %%
 columns = CONTEXT // PAGE

@@ -16,13 +16,13 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/quickstart.ipynb)
 #
-# A language model remembers every token it has read: its key-value cache. Here the same model
-# answers the same problems with its whole cache and with one that it was taught to keep small
-# (Dynamic Memory Sparsification), side by side: tokens per second, tokens in the cache, and what
-# each head kept.
+# The key-value cache of a language model grows with every token. Here one model answers the same
+# problems with the whole cache and with a small one (its retrofit with Dynamic Memory
+# Sparsification), side by side: tokens per second, tokens in the cache, and the tokens that each
+# head keeps.
 #
-# The model is ours, of 11 million parameters, and works small problems out step by step.
-# Everything runs on a CPU too.
+# The model, our own, has 11 million parameters and solves small problems step by step. Everything
+# also runs on a CPU.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -36,20 +36,44 @@ import sys
 
 SOURCE = "https://github.com/dms-jax/dms_jax"
 
+
+class NotInstalled(Exception):
+    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+        return [str(self)]
+
+
 if shutil.which("nvidia-smi"):
     runtime = "cuda"
 elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
     runtime = "tpu"
 else:
     runtime = "cpu"
+here = pathlib.Path.cwd().resolve()
+checkout = here.parent
+for uploaded in here.glob("dms_jax*.zip"):  # the repository's
+    unpacked = here / "runs" / "unpacked"
+    shutil.unpack_archive(uploaded, unpacked)
+    checkout = next(unpacked.rglob("pyproject.toml"), here).parent
+is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+if is_ours:  # the models that the wheel leaves out
+    os.environ.setdefault("DMS_JAX_ASSETS", str(checkout / "dms_jax" / "assets"))
 if importlib.util.find_spec("dms_jax") is None:
     extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
-    checkout = pathlib.Path.cwd().resolve().parent
-    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
-    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    local = next(here.glob("dms_jax*.whl"), checkout if is_ours else None)
+    what = f"{local}[{extras}]" if local else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled(
+            f"pip cannot install {what}:\n{done.stderr}"
+            if local
+            else f"pip cannot install from {SOURCE}: get the repository's zip there (Code, "
+            f"Download ZIP) or from a checkout (git archive -o dms_jax.zip HEAD), upload it to "
+            f"{here} and run this cell again."
+        )
 
 import jax
 
@@ -64,12 +88,12 @@ for served in serving():  # which kernels will serve, for a model with heads of 
 # @title Settings { run: "auto" }
 PROBLEMS = 8  # @param {type:"integer"}
 LONGEST_ANSWER = 300  # @param {type:"integer"}
-TEMPERATURE = 0.7  # @param {type:"number"}
+TEMPERATURE = 0.0  # @param {type:"number"}
 
 # %% [markdown]
 # ## Load
 # Any Hugging Face directory or hub id of the Llama, Qwen or Mistral families works here. The second
-# checkpoint declares its policy in `config.json`, so it needs no other option.
+# checkpoint declares its policy in `config.json`, so it needs no option.
 
 # %%
 from dms_jax import assets
@@ -101,19 +125,20 @@ for name, model in models.items():
     results[name] = dms_jax.generate(model, prompts, sampling=sampling)
     seconds = time.perf_counter() - start
     usage = results[name].usage
-    right = sum(
+    scores = [
         task.score(problem, text)
         for problem, text in zip(problems, results[name].texts, strict=True)
-    )
+    ]
     print(
         f"{name:12} {usage.new_tokens / seconds:7,.0f} tokens/s  "
         f"{usage.peak_tokens / PROBLEMS:5.0f} tokens in the cache at the peak  "
-        f"{right:.0f} of {PROBLEMS} right"
+        f"{sum(scores):.0f} of {PROBLEMS} right"
     )
-print(f"\n{prompts[0]}\n\n{results['DMS'].texts[0]}")
+example = scores.index(max(scores))  # the first that DMS has right
+print(f"\n{prompts[example]}{results['DMS'].texts[example]}")
 
 # %% [markdown]
-# ## What the cache holds while an answer grows
+# ## Tokens in the cache during an answer
 
 # %%
 import matplotlib.pyplot as plt
@@ -121,7 +146,7 @@ import numpy as np
 
 from dms_jax.analysis import retention
 
-tokens = models["DMS"].tokenizer.encode(prompts[0] + results["DMS"].texts[0])
+tokens = models["DMS"].tokenizer.encode(prompts[example] + results["DMS"].texts[example])
 found = retention(models["DMS"], np.array([tokens]))
 live = found.live()[:, 0]  # layers, heads, tokens so far
 
@@ -140,7 +165,7 @@ figure.colorbar(shown, ax=heads)
 plt.show()
 
 # %% [markdown]
-# ## Which tokens did which heads keep?
+# ## Which tokens does each head keep?
 # Move the slider to see the cache at an earlier token; click a cell for one head.
 
 # %%
@@ -154,7 +179,5 @@ page = eviction_page(
     title="Which tokens which heads evicted",
     note="reasoner-11m after its DMS retrofit, on the problem above.",
 )
-with open("evictions.html", "w", encoding="utf-8") as file:
-    file.write(page)
 source = page.replace("&", "&amp;").replace('"', "&quot;")
 display(HTML(f'<div><iframe srcdoc="{source}" width="100%" height="600"></iframe></div>'))

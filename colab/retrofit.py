@@ -12,14 +12,13 @@
 # ---
 
 # %% [markdown]
-# # Teach a model to forget
+# # Retrofit a model with DMS
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/dms-jax/dms_jax/blob/main/colab/retrofit.ipynb)
 #
-# A retrofit trains a pretrained model, with itself as the teacher, to decide which tokens it can
-# do without. Here stories260K, a Llama of 260,032 parameters, learns Dynamic Memory
-# Sparsification on children's stories in about two minutes on a CPU; give your own checkpoint and
-# text instead.
+# A retrofit trains a pretrained model, with itself as the teacher, to decide which tokens to evict.
+# Here stories260K, a Llama of 260,032 parameters, learns Dynamic Memory Sparsification on
+# children's stories in about two minutes on a CPU; set your own checkpoint and text below.
 
 # %%
 # @title Install: finds out where this runs { display-mode: "form" }
@@ -33,20 +32,44 @@ import sys
 
 SOURCE = "https://github.com/dms-jax/dms_jax"
 
+
+class NotInstalled(Exception):
+    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+        return [str(self)]
+
+
 if shutil.which("nvidia-smi"):
     runtime = "cuda"
 elif os.environ.get("TPU_ACCELERATOR_TYPE") or any(pathlib.Path("/dev").glob("accel*")):
     runtime = "tpu"
 else:
     runtime = "cpu"
+here = pathlib.Path.cwd().resolve()
+checkout = here.parent
+for uploaded in here.glob("dms_jax*.zip"):  # the repository's
+    unpacked = here / "runs" / "unpacked"
+    shutil.unpack_archive(uploaded, unpacked)
+    checkout = next(unpacked.rglob("pyproject.toml"), here).parent
+is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
+if is_ours:  # the models that the wheel leaves out
+    os.environ.setdefault("DMS_JAX_ASSETS", str(checkout / "dms_jax" / "assets"))
 if importlib.util.find_spec("dms_jax") is None:
     extras = ",".join(["plots", *([] if runtime == "cpu" else [runtime])])
-    checkout = pathlib.Path.cwd().resolve().parent
-    is_ours = (checkout / "dms_jax" / "__init__.py").is_file()
-    what = f"{checkout}[{extras}]" if is_ours else f"dms-jax[{extras}] @ git+{SOURCE}"
+    local = next(here.glob("dms_jax*.whl"), checkout if is_ours else None)
+    what = f"{local}[{extras}]" if local else f"dms-jax[{extras}] @ git+{SOURCE}"
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled(
+            f"pip cannot install {what}:\n{done.stderr}"
+            if local
+            else f"pip cannot install from {SOURCE}: get the repository's zip there (Code, "
+            f"Download ZIP) or from a checkout (git archive -o dms_jax.zip HEAD), upload it to "
+            f"{here} and run this cell again."
+        )
 
 import jax
 
@@ -69,7 +92,7 @@ STEPS_PER_RATIO = 12  # @param {type:"integer"}
 
 # %% [markdown]
 # ## Load
-# On every device that is there: sequences and parameters are spread over a mesh.
+# With several devices, sequences and parameters are split over a mesh.
 
 # %%
 from dms_jax import assets
@@ -82,7 +105,7 @@ print(f"{recipe.total_steps(policy)} steps on {jax.device_count()} device(s)")
 
 # %% [markdown]
 # ## Train
-# The bar shows the loss and the ratio while they move; the curve below is drawn from the log.
+# The bar shows the current loss and ratio; the curves below come from the log.
 
 # %%
 model = dms_jax.retrofit(
@@ -115,12 +138,12 @@ ratio.set(xlabel="step", ylabel="compression ratio past the window")
 plt.show()
 
 # %% [markdown]
-# ## Keep it, load it, generate
-# A Hugging Face directory again; the policy travels in `config.json`.
+# ## Save, load, generate
+# `save` writes a Hugging Face directory, with the policy in `config.json`.
 
 # %%
-dms_jax.save(model, policy, "model-dms")
-again = dms_jax.load("model-dms")
+dms_jax.save(model, policy, "runs/model-dms")
+again = dms_jax.load("runs/model-dms")
 assert again.policy == policy
 out = dms_jax.generate(
     again,
@@ -131,3 +154,34 @@ out = dms_jax.generate(
 )
 print(f"\n\n{out.usage.live_tokens:.0f} live tokens: {out.usage.compression_ratio:.1f} times fewer")
 print(f"The newest {policy.window} always stay, so longer texts come closer to the ratio.")
+
+# %% [markdown]
+# ## Your own loop
+# `model.transformer` is a Flax NNX module, so Flax's optimizer and transformations train it. This
+# loop goes on with language modeling while the policy evicts; here all steps see one batch, and
+# learn it by heart.
+
+# %%
+import numpy as np
+import optax
+from flax import nnx
+
+optimizer = nnx.Optimizer(again.transformer, optax.adam(1e-3), wrt=nnx.Param)
+
+
+@nnx.jit
+def step(transformer, optimizer, tokens):
+    def loss(transformer):
+        hidden = transformer(tokens, policy).hidden[:, :-1]
+        logits = transformer.unembed(hidden)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    value, gradient = nnx.value_and_grad(loss)(transformer)
+    optimizer.update(transformer, gradient)
+    return value
+
+
+story = again.tokenizer.encode(" ".join(assets.stories("valid")[:40]))
+batch = np.reshape(story[: 8 * 256], (8, 256))
+losses = [float(step(again.transformer, optimizer, batch)) for _ in range(20)]
+print(f"{losses[0]:.2f} nats a token before, {losses[-1]:.2f} after {len(losses)} steps")

@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     ]
     __all__ += policies.__all__
 
-# Names are imported when they are first used: importing JAX, Flax and Optax takes seconds, which
-# `dms-jax --help` and errors in options need not wait for. The policies are public here as well.
+# Names are imported on first use: importing JAX, Flax and Optax takes seconds, for which `dms-jax
+# --help` and errors in options should not wait. The policies are public here as well.
 _PLACES = {
     "checkpoint": "load save",
     "config": "ModelConfig",
@@ -114,15 +114,11 @@ def _version() -> str:
     try:
         return importlib.metadata.version("dms-jax")
     except importlib.metadata.PackageNotFoundError:
-        return "0+checkout"  # a checkout that is not installed
+        return "0+checkout"  # an uninstalled checkout
 
 
 def _policy(name: str) -> Any:
-    """Returns a cache policy by its name.
-
-    Raises:
-      AttributeError: there is none of that name.
-    """
+    """Returns a cache policy by its name."""
     policies = importlib.import_module("dms_jax.policies")
     if name in policies.__all__:
         return getattr(policies, name)
@@ -130,11 +126,7 @@ def _policy(name: str) -> Any:
 
 
 def _submodule(name: str) -> Any:
-    """Imports a package or module of this one.
-
-    Raises:
-      AttributeError: there is none of that name.
-    """
+    """Imports a package or module of this one."""
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
@@ -144,6 +136,6 @@ def _submodule(name: str) -> Any:
 
 
 def _unknown(name: str) -> AttributeError:
-    """Returns an AttributeError, to which Python adds the most similar name."""
+    """Returns an AttributeError; Python adds the most similar name."""
     message = f"module {__name__!r} has no attribute {name!r}"
     return AttributeError(message, name=name, obj=sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""Checking arguments: the kind is an annotation, and the result is plain Python.
+"""Checks arguments against annotations ("kinds"), and converts them to plain Python.
 
     check("tokens", np.int64(5), Count)     # 5
     check("rate", 1.5, Share)               # ConfigError: rate must be a finite number of at least
@@ -6,15 +6,14 @@
 
 A kind is `int`, `float`, `bool`, `str` or another class; a `Literal`; a `Callable`;
 `Sequence[kind]`, `tuple[kind, ...]` or `tuple[kind, kind]`; a union of those; or one of them in
-`Annotated`, with a `Range`, with a text that says what else the caller can do, and with `Traced`
-if programs take it as an argument.
+`Annotated`, with a `Range`, with a text of advice for the caller, and with `Traced` if it is an
+argument of programs.
 
-A whole number is any `numbers.Integral`, a number is any finite `numbers.Real`, NumPy's and JAX's
-included, and an array counts as its contents. A bool is neither. `float | int` keeps whole numbers
-whole.
+A whole number is any `numbers.Integral` and a number any finite `numbers.Real`, including NumPy's
+and JAX's; an array stands for its contents. A bool is neither. `float | int` keeps integers.
 
 A frozen dataclass of options inherits from `Options`, which checks every field by its annotation.
-Conditions on several fields are checked by the class itself, with `require`.
+Classes check conditions on several fields with `require`.
 """
 
 import collections.abc
@@ -43,8 +42,8 @@ class Range:
 
     Attributes:
       least, most: the ends of the range.
-      above: whether `least` itself is excluded.
-      below: whether `most` itself is excluded.
+      above: whether `least` is excluded.
+      below: whether `most` is excluded.
     """
 
     least: float | int = -math.inf
@@ -67,15 +66,15 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """Marks a field of a pytree of options that is only a number.
+    """Marks a purely numeric field of a pytree of options.
 
     Compiled programs take it as an argument, so one program serves all its values. A field without
-    this mark is static: it shapes arrays or chooses code, and each of its values is a program.
+    this mark is static: it affects shapes or code, and each value is a separate program.
 
     Attributes:
-      leaf: turns the number into what the program takes: `float`, `int`, a NumPy type, or a
+      leaf: converts the number to the program's argument: `float`, `int`, a NumPy type, or a
         function that returns a pytree.
-      number: turns that back into the number, wherever it holds one and not arrays.
+      number: converts the argument back to the number, if it holds a number and not arrays.
       bounded: whether an upper bound is static (`Policy.bound`), for the size of an array.
     """
 
@@ -85,7 +84,7 @@ class Traced:
 
 
 def traced(kind: Any) -> Traced | None:
-    """Returns the mark of an annotation, or None for a field that is static."""
+    """Returns the mark of an annotation, or None for a static field."""
     marks = (each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Traced))
     return next(marks, None)
 
@@ -116,7 +115,7 @@ def show(value: Any) -> str:
     """Returns a short representation of any value, for messages."""
     try:
         return plain(repr(value), 80)
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return f"a number of {value.bit_length()} bits" if is_whole(value) else "numbers too long"
 
 
@@ -130,21 +129,23 @@ def check(name: str, value: Any, kind: Any) -> Any:
     Args:
       name: name of the argument, for the message.
       value: the value that was given.
-      kind: annotation that says what it may be; see the module docstring.
+      kind: annotation of the allowed values; see the module docstring.
 
     Raises:
       ConfigError: the value is of another kind.
     """
     fit = _fit(value, kind)
     if fit is _UNFIT:
-        raise ConfigError(
+        error = ConfigError(
             f"{name} must be {_describe(kind, value)}, got {show(value)}{_advice(kind)}."
         )
+        error.argument = name
+        raise error
     return fit
 
 
 def check_names(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
-    """Raises ConfigError for unknown options, and suggests the one that may have been meant."""
+    """Raises ConfigError for unknown options, and suggests the most similar one."""
     if unknown := sorted(map(str, set(given) - set(known))):
         raise ConfigError(
             f"{what} has no option {', '.join(unknown)}{guess(unknown[0], known)}; it has "
@@ -160,14 +161,14 @@ def guess(name: str, known: Iterable[str]) -> str:
 
 
 class Options:
-    """Base class of frozen dataclasses of options: unknown options and wrong values are named.
+    """Base class of frozen dataclasses of options; errors name unknown options and wrong values.
 
-    The fields hold plain Python afterwards, so that equal options are equal as dataclasses, as
-    JSON and as static arguments of `jit`, whatever types they were given as.
+    Fields are converted to plain Python, so equal options are equal as dataclasses, as JSON and as
+    static arguments of `jit`, regardless of the types given.
     """
 
     def __new__(cls, *values: Any, **options: Any):
-        """Checks the names here, because Python's own error is no DmsJaxError."""
+        """Checks the names here, because Python's error is no DmsJaxError."""
         del values
         check_names(cls.__name__, options, list(kinds(cls)))
         return super().__new__(cls)
@@ -205,10 +206,10 @@ def check_keywords(what: str, function: Callable, given: Iterable[str], **within
 
     Args:
       what: the function's name, for the message.
-      function: the function that they were given to.
+      function: the called function.
       given: names of the keywords.
-      within: keyword -> the dataclass of options that it takes. For one of its fields, given as a
-        keyword of its own, the message says where it belongs.
+      within: keyword -> the dataclass of options that it takes. If one of its fields is given as a
+        separate keyword, the message says where it belongs.
     """
     shown = inspect.signature(function).parameters.values()
     known = [each.name for each in shown if each.kind is each.KEYWORD_ONLY]
@@ -244,7 +245,7 @@ def _fit(value: Any, kind: Any) -> Any:
         is_number = isinstance(fit, int | float)
         return fit if not is_number or all(fit in limit for limit in limits) else _UNFIT
     if origin in (Union, types.UnionType):
-        kinds = sorted(arguments, key=lambda each: each is float)  # 4 stays whole if it may
+        kinds = sorted(arguments, key=lambda each: each is float)  # 4 stays an int if allowed
         return next((fit for each in kinds if (fit := _fit(value, each)) is not _UNFIT), _UNFIT)
     if kind is Any:
         return value
@@ -266,7 +267,7 @@ def _fit(value: Any, kind: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return _UNFIT
         real: Any = value  # `Real` and float have no order for type checkers
-        return float(real) if -LARGEST <= real <= LARGEST else _UNFIT  # which NaN is not
+        return float(real) if -LARGEST <= real <= LARGEST else _UNFIT  # NaN is unfit too
     return value if isinstance(value, kind) else _UNFIT
 
 
@@ -314,6 +315,4 @@ def _advice(kind: Any) -> str:
 
 
 def _bound(value: float | int) -> str:
-    if isinstance(value, int) and value >= MOST_ON_DEVICE and (value + 1).bit_count() == 1:
-        return f"2**{value.bit_length()} - 1"
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"

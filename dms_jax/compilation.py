@@ -1,17 +1,17 @@
-"""The cache of compiled programs on disk, and reports of how long compiling took.
+"""The disk cache of compiled programs, and reports of compile times.
 
-A model's programs compile for seconds each, once per shape. They are kept in `~/.cache/dms_jax`
-(or `$XDG_CACHE_HOME/dms_jax`), up to 8 GB, the least recently used ones leaving first:
+A model's programs take seconds each to compile, once per shape. They are kept in `~/.cache/dms_jax`
+(or `$XDG_CACHE_HOME/dms_jax`), up to 8 GB; beyond that the least recently used are deleted:
 
     DMS_JAX_COMPILATION_CACHE=/a/directory     keeps them there
     DMS_JAX_COMPILATION_CACHE=off              keeps nothing
     JAX_COMPILATION_CACHE_DIR=/a/directory     jax's own switches go before ours, and so does
     JAX_ENABLE_COMPILATION_CACHE=false         jax.config.update("jax_compilation_cache_dir", ...)
 
-Programs of generation that are compiled ahead of time are kept in a subdirectory, in a form that
-needs no tracing either (`executables`).
+Generation's ahead-of-time compiled programs are kept in a subdirectory, in a form that needs no
+tracing (`executables`).
 
-Let nobody whom you do not trust write there: what is found is run.
+Programs found there are executed, so let nobody you do not trust write there.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import xla_bridge  # whether a backend was started has no public name
 from jax.experimental.compilation_cache import compilation_cache
 
 from dms_jax.errors import ConfigError
+from dms_jax.terminal import Lines
 
 SWITCH = "DMS_JAX_COMPILATION_CACHE"
 MOST_BYTES = 8 * 10**9
 # Programs that compile faster than this are not kept.
 LEAST_SECONDS = 0.2
-# Calls that compile for less time say nothing.
+# Calls with less compile time are not reported.
 REPORTED_SECONDS = 3.0
-# Compilations that take less time are not counted on the terminal.
+# Shorter compilations are not counted on the terminal.
 COUNTED_SECONDS = 1.0
 
 _logger = logging.getLogger("dms_jax")
@@ -49,7 +49,7 @@ _listening = threading.Event()
 
 
 class _Program(NamedTuple):
-    """When a program was begun and ready, and whether it came from the cache."""
+    """Start and end of making a program, and whether it came from the cache."""
 
     begin: float
     end: float
@@ -58,26 +58,18 @@ class _Program(NamedTuple):
 
 _programs: list[_Program] = []  # of this process
 _lock = threading.Lock()
-_without: list[bool] = []  # for each `without_jax_cache` under way, jax's setting before it
+_without: list[bool] = []  # for each active `without_jax_cache`, jax's setting before it
 _thread = threading.local()
-_forked = threading.Event()  # set in a fork of a process in which jax had run
-
-
-def _note_fork() -> None:
-    if xla_bridge.backends_are_initialized():
-        _forked.set()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+_ran: set[int] = set()  # the process ids of this process and its parents that ran jax's programs
 
 
 def check_process() -> None:
-    """Raises ConfigError in a fork of a process that ran jax.
+    """Raises ConfigError in a fork of a process that called this; call it before jax's programs.
 
-    jax's threads do not survive the fork, so its programs would hang.
+    jax's threads do not survive a fork, so its programs would hang.
     """
-    if _forked.is_set():
+    _ran.add(os.getpid())
+    if len(_ran) > 1:
         raise ConfigError(
             "This process was forked from one in which jax had run, and jax's programs hang in it. "
             'Start it anew: multiprocessing.get_context("spawn"), or fork before the first model '
@@ -86,20 +78,20 @@ def check_process() -> None:
 
 
 def prepare() -> None:
-    """Call this before the first program is traced.
+    """Prepares jax; call it before the first program is traced.
 
     Raises:
       ConfigError: see `check_process`.
     """
     check_process()
-    # This import adds a setting on which every program depends. Were it left to the first kernel,
-    # programs traced before would compile again.
+    # This import adds a setting on which every program depends. If the first kernel did it, earlier
+    # traced programs would compile again.
     importlib.import_module("jax.experimental.pallas.tpu")
     _keep_compiled()
 
 
 def is_off() -> bool:
-    """Whether the user turned the cache off; see the module."""
+    """Whether the user turned the cache off; see the module docstring."""
     return os.environ.get(SWITCH, "").lower() in ("off", "no", "false", "0")
 
 
@@ -110,7 +102,7 @@ def directory() -> str | None:
 
 
 def _keep_compiled() -> None:
-    """Turns on jax's cache unless the user configured it; see the module."""
+    """Turns on jax's cache unless the user configured it; see the module docstring."""
     if is_off() or jax.config.jax_compilation_cache_dir:
         return
     if not jax.config.jax_enable_compilation_cache:
@@ -119,10 +111,10 @@ def _keep_compiled() -> None:
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = pathlib.Path(asked or f"{caches}/dms_jax").expanduser()
-        if jax.default_backend() == "cpu":  # compiled for this very processor
+        if jax.default_backend() == "cpu":  # programs are specific to the processor
             directory = directory / f"cpu-{platform.node()}"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=directory):  # or jax would warn about every program
+        with tempfile.TemporaryFile(dir=directory):  # otherwise jax would warn for every program
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         _logger.info("Compiled programs are not kept: %s", error)
@@ -137,9 +129,9 @@ class Made:
     """The programs made in a context.
 
     Attributes:
-      compiled: how many were compiled.
-      read: how many were read from the cache on disk.
-      seconds: time in which at least one was being compiled or read.
+      compiled: number of programs compiled.
+      read: number of programs read from the disk cache.
+      seconds: time during which at least one was being compiled or read.
     """
 
     compiled: int = 0
@@ -172,15 +164,15 @@ def watched() -> Iterator[Made]:
 
 
 def note_read(start: float) -> None:
-    """Counts a program read from a cache other than jax's; `start` is of `time.monotonic()`."""
+    """Counts a program read from a cache other than jax's; `start` is a `time.monotonic()`."""
     _programs.append(_Program(start, time.monotonic(), read=True))
 
 
 def compile_anew(lowered: Any) -> tuple[Any, bool]:
     """Compiles a lowered program; also returns whether the compiler ran.
 
-    It does not run if jax compiled the program in this process or reads it from its cache. Such a
-    program cannot be serialized again: on a CPU its functions are lost.
+    It does not run if jax compiled the program in this process before or reads it from its cache.
+    Such a program cannot be serialized again: on a CPU its functions would be lost.
     """
     _listen_to_jax()
     _thread.compiled = False
@@ -206,14 +198,14 @@ def without_jax_cache() -> Iterator[None]:
 
 def _enable_jax_cache(enabled: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()  # jax reads the setting once in a process
+    compilation_cache.reset_cache()  # jax reads the setting only once per process
 
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Reports in one line how long compiling took inside the context, if it took long.
+    """Reports in one line the compile time inside the context, if it is long.
 
-    The line is logged ("dms_jax", INFO), and written to standard error where that is a terminal.
+    The line is logged ("dms_jax", INFO), and written to standard error if that is a terminal.
     """
     start = time.monotonic()
     made = Made()
@@ -238,22 +230,25 @@ def counted(
 ) -> Iterator[Callable[[], None]]:
     """Yields a function to call, from any thread, whenever one of `total` programs is ready.
 
-    On a terminal, standard error shows the count after the first second, until the context ends.
+    On a terminal, standard error shows the count from the first second until the context ends; a
+    file gets a line every ten seconds.
 
     Args:
       total: number of programs, or of other units.
       what: label of the line.
       unit: name of a unit.
     """
-    start, stream, lock = time.monotonic(), sys.stderr, threading.Lock()
+    lines, start, stream, lock = Lines(), time.monotonic(), sys.stderr, threading.Lock()
     done = written = 0
 
     def count() -> None:
         nonlocal done, written
         with lock:
             done += 1
-            if stream.isatty() and time.monotonic() - start >= COUNTED_SECONDS:
-                line = f"{what}: {done} of {_counted(total, unit)}"
+            line = f"{what}: {done} of {_counted(total, unit)}"
+            if not stream.isatty():
+                lines.write(line)
+            elif time.monotonic() - start >= COUNTED_SECONDS:
                 stream.write(f"\r{line}")
                 stream.flush()
                 written = len(line)
@@ -279,16 +274,16 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def _listen_to_jax() -> None:
     if not _listening.is_set():
         _listening.set()
-        jax.monitoring.register_event_listener(_hear)
-        jax.monitoring.register_event_duration_secs_listener(_listen)
+        jax.monitoring.register_event_listener(_note_cache_hit)
+        jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
-def _hear(event: str, **_: object) -> None:
-    if event == "/jax/compilation_cache/cache_hits":  # of the program that this thread waits for
+def _note_cache_hit(event: str, **_: object) -> None:
+    if event == "/jax/compilation_cache/cache_hits":  # for the program this thread waits for
         _thread.read = True
 
 
-def _listen(event: str, duration_secs: float, **_: object) -> None:
+def _note_compilation(event: str, duration_secs: float, **_: object) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         now = time.monotonic()
         read = getattr(_thread, "read", False)

@@ -1,10 +1,9 @@
 """`ModelConfig`: the configuration of a model, to and from its Hugging Face form.
 
 Supported exactly: the families of `config_checks.FAMILIES`. They are one architecture with
-switches: grouped-query attention, rotary positions, a gated feed-forward, dense or of experts.
-Layers differ in how far and with which rotation they attend (`LayerKind`), and the kinds of a
-model's layers repeat. Everything else is refused by name, because a model that is almost right is
-wrong.
+switches: grouped-query attention, rotary positions, and a gated feed-forward, dense or of experts.
+Layers differ in attention span and rotation (`LayerKind`), and the kinds of a model's layers
+repeat. Everything else is refused by name, because a model that is almost right is wrong.
 
 Both spellings of a Hugging Face config are read: `rope_theta` + `rope_scaling` + `torch_dtype`
 (transformers 4) and `rope_parameters` + `dtype` (transformers 5). The first is written, because
@@ -41,7 +40,7 @@ class Rope(Options):
     Attributes:
       theta: base of the geometric series of wavelengths.
       kind: "default", "linear", "llama3" or "yarn".
-      factor: factor by which the context is extended (every kind except "default").
+      factor: factor by which the context is extended (all kinds except "default").
       original_max_position_embeddings: positions seen in pretraining ("llama3", "yarn").
       low_freq_factor: "llama3": frequencies of wavelengths above original / low are divided by
         `factor`.
@@ -86,10 +85,10 @@ class Rope(Options):
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """How the attention of a layer differs from that of others.
+    """The attention span and rotation of a layer.
 
     Attributes:
-      window: number of tokens that a query sees, its own included; None for all.
+      window: number of tokens visible to a query, its own included; None for all.
       rope: the rotary position embedding; None for a layer without positions.
     """
 
@@ -103,9 +102,9 @@ class Experts(Options):
 
     Attributes:
       count: number of experts.
-      per_token: number of experts that a token goes to, those with its largest router logits.
-      normalized: whether a token's weights sum to one, as a softmax over the logits of its own
-        experts; else they are those of a softmax over all experts.
+      per_token: number of experts per token, those with its largest router logits.
+      normalized: whether a token's weights are a softmax over its chosen experts' logits (sum one),
+        otherwise those of a softmax over all experts.
     """
 
     count: CountOnDevice
@@ -113,7 +112,7 @@ class Experts(Options):
     normalized: bool = True
 
     def read_by(self, tokens: float | int) -> float:
-        """Returns the share of the experts that a step of so many tokens reads, at random."""
+        """Returns the expected share of the experts that a step of `tokens` tokens reads."""
         return 1 - (1 - self.per_token / self.count) ** tokens
 
     def __post_init__(self):
@@ -136,30 +135,31 @@ class ModelConfig(Options):
       num_heads: H, number of query heads.
       num_kv_heads: K, number of key and value heads; divides H.
       head_dim: D, dimension of a head; even, and not necessarily E / H.
-      max_position_embeddings: longest sequence that the model supports, in tokens, with what the
-        scaling of the rotary positions adds.
+      max_position_embeddings: longest sequence that the model supports, in tokens, including the
+        extension by rotary scaling.
       rms_norm_eps: epsilon that every RMS norm adds to the mean square.
       rope: the rotary position embedding.
-      layer_types: kinds of attention of the layers, in order and then repeated: "full", "sliding"
-        (a query sees the last `window` tokens) or "unrotated" (full, without positions). Kept as
-        the shortest group that gives all layers.
+      layer_types: kinds of attention of the layers, in order and repeated: "full", "sliding" (a
+        query sees the last `window` tokens) or "unrotated" (full, without positions). Stored as the
+        shortest repeating group.
       window: number of tokens that a query sees in a "sliding" layer, its own included.
       local_rope: the rotary position embedding of "sliding" layers; None for `rope`.
       qkv_bias: whether the q, k and v projections have biases.
       output_bias: whether the attention output projection has a bias.
       mlp_bias: whether the feed-forward projections, and a router of experts, have biases.
       qk_norm: whether queries and keys are RMS-normed before rotation (Qwen3).
-      qk_norm_over: what such a norm is taken over: the dims of a "head", or all "heads" (OLMo).
-      norms: whether attention and feed-forward are normed before ("pre"), behind ("post", OLMo) or
+      qk_norm_over: whether that norm is over the dims of a "head", or over all "heads" (OLMo).
+      norms: whether attention and feed-forward are normed before ("pre"), after ("post", OLMo) or
         at "both" ends (Gemma).
       norm_offset: whether norms multiply by 1 + their scale (Gemma).
       attention_scale: factor on the dot products of attention; None for 1 / sqrt(D).
-      attention_soft_cap: c of c tanh(s / c) in place of attention scores s (Gemma 2); None for s.
-      logit_soft_cap: the same of the logits of tokens.
-      sinks: whether each query head has a logit that takes a share of its softmax (gpt-oss).
+      attention_soft_cap: c, if attention scores s become c tanh(s / c) (Gemma 2); None without a
+        cap.
+      logit_soft_cap: the same for the logits of tokens.
+      sinks: whether each query head has a sink logit, which takes part in its softmax (gpt-oss).
       scaled_embedding: whether embeddings are multiplied by sqrt(E) (Gemma).
-      activation: how gate and up make one vector: silu(gate) up, gelu(gate) up with the tanh form
-        of gelu, or (min(max(up, -7), 7) + 1) g sigmoid(1.702 g) with g = min(gate, 7) (gpt-oss).
+      activation: how gate and up are combined: silu(gate) up, gelu(gate) up with the tanh form of
+        gelu, or (min(max(up, -7), 7) + 1) g sigmoid(1.702 g) with g = min(gate, 7) (gpt-oss).
       experts: the experts of the feed-forward layers; None for one dense feed-forward.
       tie_embeddings: whether the output matrix is the embedding matrix.
       model_type: Hugging Face family, one of `config_checks.FAMILIES`.
@@ -238,7 +238,7 @@ class ModelConfig(Options):
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer has a window; the others have a cache that grows."""
+        """Whether each layer has a window; other layers have a cache that grows."""
         group = self.layer_types
         return tuple(group[i % len(group)] == "sliding" for i in range(self.num_layers))
 
@@ -249,7 +249,7 @@ class ModelConfig(Options):
 
     @property
     def active_width(self) -> int:
-        """Width of the feed-forward that a token goes through: F, or F of each of its experts."""
+        """Feed-forward width per token: F, or F times its number of experts."""
         return self.intermediate_size * (1 if self.experts is None else self.experts.per_token)
 
     @property
@@ -266,7 +266,7 @@ class ModelConfig(Options):
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
         """Returns the configuration that a Hugging Face `config.json` describes.
 
-        Of a model that reads images it is that of the language model.
+        For a model that reads images, it is the language model's.
 
         Raises:
           ConfigError: the config is malformed, or the model is not supported exactly.
@@ -296,7 +296,7 @@ class ModelConfig(Options):
             "max_position_embeddings", given("max_position_embeddings"), CountOnDevice
         )
         rope, local_rope = _ropes_from_hf(config, family, max_positions)
-        if not family.startswith("gemma"):  # which counts what the scaling adds
+        if not family.startswith("gemma"):  # Gemma's positions include the extension
             max_positions = scaled_positions(rope, max_positions)
         layer_types, window = layer_types_of(config, family, num_layers, max_positions)
         kv_heads = given("num_key_value_heads")
@@ -338,7 +338,7 @@ class ModelConfig(Options):
         return cls(**options)
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the Hugging Face `config.json` of this model, as transformers 4 and 5 read it.
+        """Returns the Hugging Face `config.json` of this model, for transformers 4 and 5.
 
         Raises:
           ConfigError: the family has no field for one of the switches (a Mistral with biases).
@@ -407,9 +407,9 @@ _SOFT_CAPS = {
 
 
 def _shortest_group[T](names: tuple[T, ...], length: int) -> tuple[T, ...]:
-    """Returns the shortest group that repeats to what `names` repeats to.
+    """Returns the shortest group whose repetition equals that of `names`.
 
-    # names (a, b, a), length 3  Out: (a, b);  length 6, where they repeat to a b a a b a: as it is
+    # names (a, b, a), length 3 Out: (a, b); length 6 (a b a a b a) Out: (a, b, a)
     """
     every = [names[i % len(names)] for i in range(length)]
     size = next(
@@ -421,14 +421,14 @@ def _shortest_group[T](names: tuple[T, ...], length: int) -> tuple[T, ...]:
 
 
 def _inverse_square(scale: float) -> float | int:
-    """Returns x with x ** -0.5 == scale, a whole number if there is one."""
+    """Returns x with x ** -0.5 == scale, an integer if possible."""
     scalar = scale**-2
     whole = round(scalar)
     return whole if whole and whole**-0.5 == scale else scalar
 
 
 def _experts_from_hf(config: Mapping[str, Any], family: str) -> tuple[Experts | None, int]:
-    """Returns the experts of a config, and the width of each or of the dense feed-forward."""
+    """Returns the experts of a config, and the width of each (or of the dense feed-forward)."""
     names = {
         "qwen3_moe": ("moe_intermediate_size", "num_experts_per_tok", False),
         "gpt_oss": ("intermediate_size", "experts_per_token", True),
@@ -473,7 +473,7 @@ def scaled_positions(rope: Rope, positions: int) -> int:
     """Returns the longest sequence of a model whose config gives `positions`.
 
     As in vLLM: configs often give the positions of pretraining, which "linear" and "yarn" extend by
-    their factor. "llama3" has them counted.
+    their factor. With "llama3" they are already extended.
     """
     original = positions if rope.kind == "linear" else rope.original_max_position_embeddings
     if rope.kind not in ("linear", "yarn") or original is None:
@@ -483,7 +483,7 @@ def scaled_positions(rope: Rope, positions: int) -> int:
 
 
 def _unscaled_positions(config: ModelConfig) -> int:
-    """Returns the max_position_embeddings from which `from_hf` makes those of a config."""
+    """Returns the max_position_embeddings that `from_hf` turns into the config's; its inverse."""
     positions = config.max_position_embeddings
     counted = config.model_type.startswith("gemma") or config.rope.kind != "linear"
     if counted or config.rope.factor <= 1:
@@ -494,7 +494,7 @@ def _unscaled_positions(config: ModelConfig) -> int:
 def _ropes_from_hf(
     config: Mapping[str, Any], family: str, max_positions: int
 ) -> tuple[Rope, Rope | None]:
-    """Returns the rope of a model, and that of its sliding layers if the family gives them one."""
+    """Returns the rope of a model, and of its sliding layers if the family has one for them."""
     by_layer = config.get("rope_parameters")
     local = None
     if family in ("gemma3_text", "olmo3"):
@@ -540,7 +540,7 @@ def _rope_from_hf(config: Mapping[str, Any], family: str, max_positions: int) ->
     return _parse_rope({}, config, family, max_positions, "rope_scaling")
 
 
-# What transformers takes where a config says nothing.
+# Defaults of transformers.
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -552,7 +552,7 @@ _GPT_OSS_ROPE = {
 
 
 def _ropes_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Returns the ropes of full and of sliding layers as transformers 4 and 5 read them."""
+    """Returns the ropes of full and of sliding layers, from either transformers version's form."""
     local = config.local_rope or config.rope
     full = _rope_scaling_to_hf(config.rope) or {"rope_type": "default"}
     sliding = _rope_scaling_to_hf(local) or {"rope_type": "default"}
@@ -586,7 +586,7 @@ def _parse_rope(
                 f"partial_rotary_factor {show(partial)} is not supported; supported: 1."
             )
     kind = given("rope_type", given("type", "default"))
-    if family == "phi3" and kind == "yarn":  # as transformers reads it
+    if family == "phi3" and kind == "yarn":  # like transformers
         kind = "longrope"
     if kind not in ROPE_KINDS:
         raise ConfigError(

@@ -17,13 +17,13 @@ class Family:
 
     Attributes:
       architecture: the class in transformers.
-      defaults: transformers' defaults for fields that a config leaves out.
-      fixed: fields of `ModelConfig` that are the same for all of its models.
-      biases: fields of biases that its config has: "attention_bias", "mlp_bias".
-      layer_types: the layers' attention where a config gives no `layer_types`, to be repeated;
-        None for a family whose config has no such field.
+      defaults: transformers' defaults for missing fields.
+      fixed: fields of `ModelConfig` that are equal for all of its models.
+      biases: bias fields of its config: "attention_bias", "mlp_bias".
+      layer_types: default of the layers' attention, to be repeated; None for a family whose config
+        has no `layer_types`.
       windowed: whether every layer has the window that `sliding_window` gives.
-      activations: the values of `hidden_act` that are served.
+      activations: the supported values of `hidden_act`.
     """
 
     architecture: str
@@ -150,13 +150,13 @@ ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """A model that reads images, whose language model is of a supported family.
+    """A model that reads images, with a language model of a supported family.
 
     Attributes:
       architecture: the class in transformers.
       family: the family of its language model.
-      defaults: fields that transformers 4 leaves out of `text_config`, where they differ from
-        the family's.
+      defaults: defaults of fields that transformers 4 omits in `text_config`, if different from the
+        family's.
     """
 
     architecture: str
@@ -190,7 +190,7 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 # Fields of a wrapper's config that override those of its language model.
 _OF_WRAPPERS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-# Positions of image tokens; tokens of text have one position.
+# Positions of image tokens; text tokens have a single position.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 SUPPORTED = (
@@ -198,7 +198,7 @@ SUPPORTED = (
     "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3, gpt-oss; without images Mistral 3 and Qwen3-VL"
 )
 
-# Families that are refused for a special reason.
+# Families refused for a special reason.
 _REFUSED = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"),
@@ -206,7 +206,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3"),
-        "chooses what it attends to by itself (sparse attention), so that a policy finds nothing "
+        "selects the attended tokens itself (sparse attention), so that a policy finds nothing "
         "to do",
     ),
     **dict.fromkeys(
@@ -366,7 +366,7 @@ def layer_types_of(
         _check_layer_types(given, num_layers, (_FULL, _SLIDING) if about.layer_types else (_FULL,))
     elif about.layer_types is not None:
         group = about.layer_types
-        every = config.get("sliding_window_pattern")  # older than `layer_types`
+        every = config.get("sliding_window_pattern")  # the predecessor of `layer_types`
         if family == "gemma3_text" and every is not None:
             every = check("sliding_window_pattern", every, CountOnDevice)
             group = (*[_SLIDING] * min(every - 1, num_layers), _FULL)
@@ -381,7 +381,7 @@ def layer_types_of(
             slides = slides and family == "qwen3_moe"
     if slides and window is not None:
         window = check("sliding_window", window, CountOnDevice)
-        if window < max_positions or about.layer_types is not None:  # whose rotation may differ
+        if window < max_positions or about.layer_types is not None:  # their rotation may differ
             if about.layer_types is None and not about.windowed:
                 raise ConfigError(
                     f"Sliding-window attention (sliding_window {window} below "
@@ -410,7 +410,7 @@ def _check_layer_types(given: Any, num_layers: int, served: tuple[str, ...]) -> 
 
 
 def _without_rotation(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Returns the kinds of SmolLM3's layers; `no_rope_layers` says which do not rotate."""
+    """Returns the kinds of SmolLM3's layers; `no_rope_layers` marks those without rotation."""
     rotated = config.get("no_rope_layers")
     if rotated is None:
         every = config.get("no_rope_layer_interval")

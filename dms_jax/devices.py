@@ -1,4 +1,4 @@
-"""Memory, bandwidth and peak rate of accelerators, and what they say when memory runs out."""
+"""Data sheets of accelerators, and detection of their out-of-memory errors."""
 
 import contextlib
 import dataclasses
@@ -12,16 +12,16 @@ from dms_jax.errors import OutOfMemoryError
 
 @dataclasses.dataclass(frozen=True)
 class Device(Options):
-    """The figures of an accelerator from its data sheet.
+    """An accelerator's figures from its data sheet.
 
     Attributes:
       memory: size of its memory in bytes.
       bandwidth: memory bandwidth in bytes per second.
       peak: peak rate in bfloat16 operations per second.
-      link: bytes per second that one device sends to its neighbours (NVLink, PCIe, ICI), in one
+      link: bytes per second from one device to its neighbours (NVLink, PCIe, ICI), in one
         direction.
-      network: bytes per second that one device sends to another host; None where all devices of a
-        system are linked. GPUs: an InfiniBand port of 400 Gbit/s each, or what a host of them has.
+      network: bytes per second from one device to another host; None if all devices of a system are
+        linked. For GPUs: an InfiniBand port of 400 Gbit/s each, or their share of the host's.
     """
 
     memory: Positive
@@ -43,7 +43,7 @@ DEVICES = {
     "v6e": Device(32e9, 1.64e12, 918e12, 448e9),
 }
 
-# Their names in jax (`jax.Device.device_kind`). Others of the same family differ in speed.
+# Names in jax (`jax.Device.device_kind`). Other members of a family differ in speed.
 _KINDS = {
     "NVIDIA B200": "b200",
     "NVIDIA H200": "h200",
@@ -58,7 +58,7 @@ _KINDS = {
 
 
 def data_sheet(kind: str) -> Device | None:
-    """Returns the figures of a kind of device (`jax.Device.device_kind`); None if it is unknown."""
+    """Returns the figures of a kind of device (`jax.Device.device_kind`); None if unknown."""
     name = _KINDS.get(kind)
     return None if name is None else DEVICES[name]
 
@@ -71,8 +71,8 @@ def out_of_memory(error: BaseException) -> bool:
 class _FitsDevice:
     """See `fits_device`.
 
-    A class, since the frame of a generator-based context would hold the error that it replaces,
-    and with it, until Python collects cycles, every array of the work that failed.
+    A class, because the frame of a generator-based context would keep the replaced error alive, and
+    with it, until Python collects cycles, every array of the failed work.
     """
 
     def __init__(self, otherwise: str):
@@ -87,5 +87,5 @@ class _FitsDevice:
 
 
 def fits_device(otherwise: str) -> contextlib.AbstractContextManager[None]:
-    """A context whose errors of allocation on the device become OutOfMemoryError("otherwise")."""
+    """A context that turns device allocation errors into OutOfMemoryError("otherwise")."""
     return _FitsDevice(otherwise)

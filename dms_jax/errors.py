@@ -1,10 +1,12 @@
 """The errors of this library: every one derives from `DmsJaxError`.
 
-A message says what was wrong, where, and what to do about it. It often quotes untrusted text (names
-of tensors, the output of a template), so it is always kept short and printable.
+A message says what was wrong, where, and what to do about it. An argument of the caller is in
+backquotes, so that a command can name its option instead (`command_line.spelling`). A message
+often quotes untrusted text (names of tensors, the output of a template), so it is always short and
+printable.
 
 Any exception that ends a running `generate`, `score` or `evaluate` (one of these errors, an
-interrupt, an error of a callback) has what was finished by then as its attribute `finished`:
+interrupt, a callback's error) has the finished results as its attribute `finished`:
 
     try:
         completions = dict(enumerate(dms_jax.generate(model, prompts).completions))
@@ -48,16 +50,19 @@ class DmsJaxError(Exception):
     """Base of every error that this library raises on purpose.
 
     Attributes:
-      finished: index in the call -> what was finished: a completion, or a score of `score`.
+      finished: index in the call -> finished result: a completion, or a score of `score`.
+      argument: the argument that the message begins with, "Sampling: top_p"; "" unless one was
+        checked (`checks.check`).
     """
 
     finished: Mapping[int, Any] = {}
+    argument: str = ""
 
     def __init__(self, message: object = ""):
         super().__init__(plain(message, MAX_MESSAGE, lines=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As it is, whatever its class is made from: it may go from one process to another.
+        # Restores it without its class's constructor, so that it can be sent to other processes.
         return _remade, (type(self), self.args), self.__dict__
 
 
@@ -78,7 +83,7 @@ class CapacityError(DmsJaxError):
 
 
 class OutOfMemoryError(CapacityError):
-    """The device could not allocate what was planned: something else takes its memory."""
+    """The device could not allocate the planned memory."""
 
 
 class BusyError(DmsJaxError):

@@ -1,24 +1,24 @@
-"""Executables on disk: compiled programs that a new process runs without tracing them.
+"""Executables on disk: compiled programs that a new process runs without tracing.
 
-jax's own cache needs a program that was traced and lowered, and for a GPU Python takes a second or
-two to lower each. Here the key is made from everything that tracing would have read:
+jax's cache needs traced and lowered programs, and for a GPU lowering takes a second or two each.
+Here the key covers everything that tracing depends on:
 
     the source        of `dms_jax` and `pallas_kernels`, and the tuned settings of the kernels
     what compiles     versions of jax, its plugins and NVIDIA's libraries, the device, XLA's flags
     the program       its function, compiler options, jax's settings, and static arguments
     the arguments     their tree, and the shape, dtype and sharding of each array; no values
 
-A program that depends on anything else is not kept: a policy whose class another package defines,
-or a program of several processes. If a source file has changed since the process began, nothing is
-kept or read. Turn the cache off if you replace functions of the library while it runs.
+A program that depends on anything else is not kept: a policy class of another package, or a program
+of several processes. If a source file has changed since the process started, nothing is kept or
+read. Turn the cache off if you replace functions of the library at run time.
 
-Files are written atomically. One that is damaged, foreign, or cannot be loaded counts as missing.
-Files are pickles (`jax.experimental.serialize_executable`), and an executable is code: whoever can
-write here decides what runs, as in jax's own cache. So the directory and each file must belong to
-the user, and nobody else may be able to write them.
+Files are written atomically. A file that is damaged, foreign, or cannot be loaded counts as
+missing. Files are pickles (`jax.experimental.serialize_executable`) and executables are code, so
+whoever can write here decides what runs, as in jax's cache. So the directory and each file must
+belong to the user, and nobody else may have write permission.
 
 They are in a subdirectory of jax's cache (see `compilation`); DMS_JAX_COMPILATION_CACHE=off keeps
-none. Beyond 4 GB those used longest ago are deleted.
+none. Beyond 4 GB the least recently used are deleted.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ MOST_BYTES = 4 * 10**9
 
 _logger = logging.getLogger("dms_jax")
 _FORMAT = b"dms_jax executable 1\n"
-# Packages whose names identify their contents: their source or version is in the key.
+# Packages whose names identify their contents, because the key has their source or version.
 _PACKAGES = {"dms_jax", "pallas_kernels", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins"}
 _VERSIONS = (
     "jax",
@@ -66,11 +66,11 @@ _VERSIONS = (
         for end in ("", "-cu12", "-cu13")
     ),
 )
-# Read at import, as XLA reads them once and libraries that are imported later change them.
+# Read at import: XLA reads them once, and libraries imported later change them.
 _ENVIRONMENT = {
     name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 }
-# Settings of jax that change no program: caching and logging.
+# jax settings that affect no program: caching and logging.
 _NO_SETTINGS = (
     "jax_compilation_cache_",
     "jax_enable_compilation_cache",
@@ -88,7 +88,7 @@ _PLAIN = {bool, int, float, str, bytes}
 
 
 class _UnknownError(Exception):
-    """A program depends on something that `describe` does not know."""
+    """A program depends on a value that `describe` does not know."""
 
 
 def directory() -> pathlib.Path | None:
@@ -111,7 +111,7 @@ def directory() -> pathlib.Path | None:
 
 
 def key_of(function: Any, options: Mapping[str, Any], signature: Any) -> str | None:
-    """Returns the name of an executable's file; None if `describe` does not know all of its inputs.
+    """Returns the file name of an executable; None if `describe` does not know all its inputs.
 
     Args:
       function: the function of the program.
@@ -138,7 +138,7 @@ def key_of(function: Any, options: Mapping[str, Any], signature: Any) -> str | N
 
 
 def describe(x: Any) -> Any:
-    """Returns a value as JSON data that is equal in every process where programs would be equal.
+    """Returns a value as JSON data that is equal in all processes with equal programs.
 
     Raises:
       _UnknownError: the value is of an unknown kind.
@@ -195,7 +195,7 @@ def _name(x: Any) -> str:
 
 @functools.cache
 def _source() -> str | None:
-    """Returns a digest of the library's source; None if it has changed since this process began."""
+    """Returns a digest of the library's source; None if it changed since the process started."""
     digest, number = hashlib.sha256(), 0
     for package in ("dms_jax", "pallas_kernels"):
         spec = importlib.util.find_spec(package)
@@ -207,12 +207,12 @@ def _source() -> str | None:
                 found, content = file.stat(), file.read_bytes()
             except OSError:
                 return None
-            if max(found.st_mtime, found.st_ctime) > _BEGUN:  # installers set the first one back
+            if max(found.st_mtime, found.st_ctime) > _BEGUN:  # installers set st_mtime back
                 return None
             digest.update(f"{package}/{file.relative_to(root)}\0{len(content)}\0".encode())
             digest.update(content)
             number += 1
-    if not number:  # it comes without its source
+    if not number:  # the packages were installed without their source
         return None
     return digest.hexdigest()
 
@@ -258,8 +258,8 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
         loaded = serialize_executable.deserialize_and_load(
             executable, tree, out_tree, backend=devices[0].client, execution_devices=devices
         )
-        os.utime(place / key)  # it was used
-    except Exception as error:  # whatever XLA and pickle raise: it is compiled instead
+        os.utime(place / key)  # mark as used
+    except Exception as error:  # on any error of XLA or pickle, compile instead
         _logger.info("The executable %s cannot be used: %s", place / key, error)
         return None
     compilation.note_read(start)
@@ -268,12 +268,12 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
 
 def import_runtime(platform: str) -> None:
     """Imports the libraries that executables of a platform need when they are loaded."""
-    if platform == "gpu":  # it says where Mosaic's runtime is; tracing a kernel imports it too
+    if platform == "gpu":  # locates Mosaic's runtime; tracing a kernel would import it too
         importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 def keep(key: str, compiled: Any) -> None:
-    """Writes an executable if possible, and deletes the least recently used beyond the limit.
+    """Writes an executable if possible, and deletes the least recently used ones beyond the limit.
 
     Args:
       key: see `key_of`.
@@ -304,8 +304,8 @@ def _header(key: str, payload: bytes) -> bytes:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether a file belongs to the user and nobody else may write it."""
-    if not hasattr(os, "geteuid"):  # Windows keeps a home directory from other users
+    """Whether a file belongs to the user and only the user may write it."""
+    if not hasattr(os, "geteuid"):  # Windows protects home directories
         return True
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 

@@ -1,7 +1,7 @@
 """Locks of files and directories: one process at a time.
 
-The system lets go of a lock when the file is closed, or when its process ends for any reason, so
-that a killed process never keeps one.
+The system releases a lock when the file is closed or its process ends for any reason, so a killed
+process never keeps one.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ def lock(file: Any) -> bool | None:
     """Locks an open file, or the descriptor of one, until it is closed.
 
     Returns:
-      False if another process has it; None where the system or the file system has no locks.
+      False if another process has the lock; None if the system or file system has no locks.
     """
     if fcntl is None:
         return None

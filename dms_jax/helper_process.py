@@ -1,11 +1,12 @@
 """Worker processes with a hard timeout, which speak JSON lines over stdin and stdout.
 
-A program reads lines of JSON from standard input and writes one line of JSON for each; before the
-first it writes "ready". It imports nothing from the library, so that it starts quickly. The first
-question starts it, from any thread; it runs until this process ends or an answer takes too long.
+The worker program reads lines of JSON from standard input and writes one line of JSON for each;
+before the first it writes "ready". It imports nothing from the library, so that it starts quickly.
+The first question, from any thread, starts it; it runs until this process ends or an answer times
+out.
 
 `concurrent.futures.ProcessPoolExecutor` cannot kill the one process that hangs, and processes that
-`multiprocessing` spawns import the user's script once more, and with it jax.
+`multiprocessing` spawns import the user's script again, and with it jax.
 """
 
 import atexit
@@ -24,18 +25,18 @@ _MAX_ANSWER = 2**29  # bytes of the longest answer, with every character escaped
 
 
 class Running:
-    """The process of a program, and the pipes that connect to it.
+    """A worker process and its pipes.
 
     Args:
       program: the file of the program.
-      arguments: those of its command line.
+      arguments: its command line arguments.
 
     Raises:
       OSError: it could not be started.
     """
 
     def __init__(self, program: pathlib.Path, arguments: tuple[str, ...]):
-        # The search path of this process, so that the same packages are found.
+        # This process's search path, so that the worker finds the same packages.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(program), *arguments],
@@ -50,7 +51,7 @@ class Running:
             raise OSError(f"{sys.executable} did not start {program.name}")
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Send a line and return the answer; with `spent` in it, the process is unusable."""
+        """Send a line and return the answer; if it has `spent`, the process is unusable."""
         start = time.monotonic()
         line = self._exchange(request, seconds)
         if line.endswith(b"\n"):
@@ -61,7 +62,7 @@ class Running:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended for a reason other than a request."""
+        """Whether the process has ended on its own."""
         return self.process.poll() is not None
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class Running:
         self.process.communicate()
 
     def _exchange(self, request: bytes, seconds: float) -> bytes:
-        """Write a line and read one; the line read is incomplete if the process ends early."""
+        """Write a line and read one; the result is incomplete if the process ends early."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -88,13 +89,13 @@ class Running:
 
 
 class Helpers:
-    """Processes of one program, which any thread may ask: as many as questions at the same time.
+    """A pool of worker processes of one program, which any thread can ask.
 
     Args:
       program: its file.
-      *arguments: those of its command line.
-      seconds: the most that an answer may take; then its process is killed.
-      count: the most processes.
+      *arguments: its command line arguments.
+      seconds: timeout of an answer, after which its process is killed.
+      count: the most processes; they start as concurrent questions need them.
 
     Attributes:
       idle: the processes that wait for a question.
@@ -109,7 +110,7 @@ class Helpers:
             os.register_at_fork(after_in_child=self.forget)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the answer to a question, both in JSON; "error" is in it if the process ended.
+        """Return the answer to a question, both in JSON; it has "error" if the process ended.
 
         Raises:
           OSError: the program cannot be started.
@@ -139,5 +140,5 @@ class Helpers:
             self.idle.pop().close()
 
     def forget(self) -> None:
-        """Drop the processes after a fork: they belong to the parent."""
+        """Drop the processes after a fork, because they belong to the parent."""
         self._places, self.idle = threading.Semaphore(self._count), list[Running]()

@@ -1,4 +1,4 @@
-"""Interrupted calls keep their finished results, and overlapping calls are refused."""
+"""Keeps the finished results of interrupted calls, and refuses overlapping calls."""
 
 import contextlib
 import threading
@@ -11,7 +11,7 @@ from dms_jax.errors import BusyError
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """What has memory on a device for its work: see `Runner.working`."""
+    """An object with device memory for its work: see `Runner.working`."""
 
     dirty: bool
 
@@ -19,13 +19,13 @@ class Recoverable(Protocol):
         """Makes it ready for work."""
 
     def release(self) -> None:
-        """Frees its memory, with what is in it; `recover` takes some again."""
+        """Frees its memory and contents; `recover` allocates again."""
 
 
 class Working:
     """The context of `Runner.working`.
 
-    A class, as `devices.fits_device` is one, and for the same reason.
+    A class for the same reason as `devices.fits_device`.
     """
 
     def __init__(self, runner: Recoverable):

@@ -1,7 +1,7 @@
-"""Figures as JSON text, in which a number that is unknown is null.
+"""Figures as JSON text, with null for unknown numbers.
 
-JSON has no words for NaN and infinity. Python writes them all the same, and other programs then
-refuse the whole file. What writes figures writes them through here.
+JSON has no NaN and infinity. Python writes them anyway, and other programs then reject the whole
+file. So all figures are written with this module.
 """
 
 import json
@@ -18,18 +18,18 @@ def json_text(
     Args:
       data: dictionaries, lists, tuples, strings, numbers, truth values and None.
       indent: spaces of each level; everything on one line if None.
-      default: what makes JSON data of anything else, which is refused if None.
+      default: converts other values to JSON data; None to refuse them.
 
     Raises:
-      TypeError: there is something else in it, and no `default`.
+      TypeError: there are other values and no `default`.
     """
-    return json.dumps(_known(data), indent=indent, default=default, allow_nan=False)
+    return json.dumps(_finite_or_none(data), indent=indent, default=default, allow_nan=False)
 
 
-def _known(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     # In: {"mean": 1.5, "error": nan}  Out: {"mean": 1.5, "error": None}
     if isinstance(value, dict):
-        return {name: _known(each) for name, each in value.items()}
+        return {name: _finite_or_none(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_known(each) for each in value]
+        return [_finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

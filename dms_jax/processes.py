@@ -1,7 +1,7 @@
 """Several processes of one program, on one host or many: connecting and agreeing.
 
-`connect` finds out from the environment whether this process is one of several, and joins the
-others. It reads:
+`connect` detects from the environment whether this process is one of several, and joins the others.
+It reads:
 
     SLURM        `srun`: SLURM_STEP_NUM_TASKS above 1
     Open MPI     `mpirun`: OMPI_COMM_WORLD_SIZE above 1
@@ -10,9 +10,8 @@ others. It reads:
     any other    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (of an indexed
                  job of Kubernetes JOB_COMPLETION_INDEX; under XPK NNODES and NODE_RANK)
 
-Processes agree through jax's coordination service, over the hosts' network and never through the
-devices: a collective operation would wait behind every step in flight, and for ever if a process
-has failed.
+Processes agree through jax's coordination service, over the hosts' network, never through the
+devices: a collective would wait for all steps in flight, and forever if a process has failed.
 """
 
 import collections
@@ -27,7 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the client of the coordination service has no public name
+from jax._src import distributed  # no public API for the coordination service's client
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -35,14 +34,14 @@ from dms_jax.errors import ConfigError, OtherProcessError, plain
 
 # Processes that compile or evaluate may reach an agreement minutes apart.
 LONGEST_WAIT_SECONDS = 3600
-# How long a failed process waits for the others to be told.
+# How long a failed process waits until the others know.
 _FAREWELL_SECONDS = 60
-# Timeout of the shutdown, after a process is gone.
+# Timeout of the shutdown after a process is gone.
 _SHUTDOWN_SECONDS = 60
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _TPU_DEVICES = (pathlib.Path("/dev/accel0"), pathlib.Path("/dev/vfio/0"))
 
-# Attribute of an error that the other processes were told of.
+# Attribute of an error that the other processes know.
 _TOLD = "_told_to_other_processes"
 
 _agreements = itertools.count()
@@ -56,7 +55,7 @@ def connect(
     Call it before the first use of jax; a second call does nothing.
 
     Args:
-      coordinator: host:port of process 0, where the environment does not name it.
+      coordinator: host:port of process 0, if the environment does not name it.
       count: number of processes.
       index: number of this process, from 0.
 
@@ -114,17 +113,17 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         if count is None or index is None:
             raise ConfigError(
                 "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must "
-                "say how many processes there are and which of them this is."
+                "give the number of processes and the index of this one."
             )
         if count == 1:
             return None
         return dict(coordinator_address=address, num_processes=count, process_id=index)
-    # Of the step, not of the job: in an allocation without srun a process is alone.
+    # The step's tasks, not the job's: in an allocation without srun a process is alone.
     if (number("SLURM_STEP_NUM_TASKS") or 1) > 1:
         found: dict[str, Any] = dict(num_processes=number("SLURM_STEP_NUM_TASKS"))
         gpus = number("SLURM_GPUS_ON_NODE") or 1
         if gpus > 1 and environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
-            found["local_device_ids"] = list(range(gpus))  # else jax takes one GPU a process
+            found["local_device_ids"] = list(range(gpus))  # otherwise jax takes one GPU per process
         return found
     if (number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
         return dict(cluster_detection_method="ompi")
@@ -146,7 +145,7 @@ def _tpu_endpoints() -> list[str]:
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.read().decode().split(",")
-    except (urllib.error.URLError, OSError):  # no machine of Google's, such as Colab's
+    except (urllib.error.URLError, OSError):  # not a Google machine (Colab's is one)
         return []
 
 
@@ -161,7 +160,7 @@ def is_first() -> bool:
 
 
 def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
-    """Raises ConfigError if the mesh leaves out the devices of a process."""
+    """Raises ConfigError if the mesh includes no device of some process."""
     taking_part = set() if mesh is None else {each.process_index for each in mesh.devices.flat}
     left = sorted(set(range(jax.process_count())) - taking_part)
     if several() and left:
@@ -173,9 +172,9 @@ def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
 
 
 class Agreement:
-    """Decisions of all processes together, in the same order in each of them.
+    """Joint decisions of all processes, made in the same order in each.
 
-    When one process fails, the others raise at their next agreement instead of waiting for it.
+    If one process fails, the others raise at their next agreement instead of waiting for it.
     """
 
     def __init__(self):
@@ -196,10 +195,10 @@ class Agreement:
     def fail(self, error: BaseException, seconds: int = _FAREWELL_SECONDS) -> None:
         """Tells the other processes that this one failed.
 
-        An error that they were told of in another agreement is not told again.
+        An error that they know from another agreement is not sent again.
 
         Args:
-          error: what failed.
+          error: the error.
           seconds: how long to wait for the others.
         """
         if several() and not isinstance(error, OtherProcessError) and _TOLD not in vars(error):
@@ -211,12 +210,12 @@ class Agreement:
                 return
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """Returns in every process the text that process 0 makes."""
+        """Returns process 0's text in every process."""
         text = make() if is_first() else ""
         return self._exchange(text)[0] if several() else text
 
     def first_done(self, error: Exception | None) -> None:
-        """Waits for all processes, and raises in the others if process 0 failed.
+        """Waits for all processes; raises in the others if process 0 failed.
 
         Args:
           error: the error of process 0, which its caller raises.
@@ -227,7 +226,7 @@ class Agreement:
             self._exchange("-")
 
     def _exchange(self, text: str, seconds: int = LONGEST_WAIT_SECONDS) -> dict[int, str]:
-        """Returns the texts of all processes; a text of zeros is sent by sending nothing."""
+        """Returns the texts of all processes; a text of zeros is not sent."""
         name, self._round = f"{self._name}/{self._round}", self._round + 1
         client: Any = distributed.global_state.client
         silent = not text.strip("0-")
@@ -255,9 +254,9 @@ def gather(text: str) -> list[str]:
 
 
 def put(value: np.ndarray, place: Any) -> jax.Array:
-    """Places an array that every process has; each process transfers its own devices' part.
+    """Places an array that every process has; each process transfers its devices' part.
 
-    `jax.device_put` would first compare the array between processes, behind the work in flight.
+    `jax.device_put` would first compare the array between processes, after the work in flight.
     """
     if place is None or place.is_fully_addressable:
         return jax.device_put(value, place)
@@ -265,14 +264,14 @@ def put(value: np.ndarray, place: Any) -> jax.Array:
 
 
 def is_here(value: jax.Array | np.ndarray) -> bool:
-    """Whether this process can read the whole array by itself."""
+    """Whether this process can read the whole array alone."""
     return isinstance(value, np.ndarray) or value.is_fully_addressable or value.is_fully_replicated
 
 
 def to_host(value: jax.Array | np.ndarray) -> np.ndarray:
-    """Copies an array to the host without the copy that jax would cache.
+    """Copies an array to the host without caching the copy.
 
-    `jax.device_get` caches one for as long as the array lives, and frozen parameters live long.
+    `jax.device_get` caches it for the lifetime of the array, and frozen parameters live long.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -286,8 +285,8 @@ def parts(
 ) -> Iterator[np.ndarray | None]:
     """Yields parts of arrays on the host, in the processes that want them; None in the others.
 
-    An array that is spread over processes is gathered by all of them, so they must ask for the
-    same parts in the same order. At most two gathered parts are in memory at a time.
+    All processes gather an array that is spread over them, so they must ask for the same parts in
+    the same order. At most two gathered parts are in memory at a time.
 
     Args:
       asked: (array, index along its first axis or None for all of it, whether this process wants
@@ -300,7 +299,7 @@ def parts(
         part, wanted = gathered.popleft()
         if wanted:
             return np.asarray(part)
-        part.block_until_ready()  # or unwanted parts would pile up on the devices
+        part.block_until_ready()  # otherwise unwanted parts would pile up on the devices
         return None
 
     for value, at, wanted in asked:
@@ -308,7 +307,7 @@ def parts(
             while gathered:
                 yield settle()
             if wanted and value is not last:
-                here, last = None, value  # not two of them on the host
+                here, last = None, value  # avoids two arrays on the host
                 here = to_host(value)
             yield (here if at is None else here[at]) if wanted and here is not None else None
             continue

@@ -1,7 +1,7 @@
-"""Which numbers of a row are the largest, and an order with some of them first: no row is sorted.
+"""Selects the largest numbers of rows, and moves marked ones first, without sorting.
 
-Which are the largest, in no order, takes eight passes over numbers of 32 bits, sixteen over those
-of 64, and a running sum.
+Selecting the largest, unordered, takes eight passes over 32-bit numbers (sixteen over 64-bit ones)
+and a running sum.
 """
 
 import operator
@@ -16,17 +16,17 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 def least_kept(
     x: Float[Array, "B V"], weigh: Callable[[Array], Array], budget: Any
 ) -> Float[Array, "B 1"]:
-    """Returns the least number whose greater ones have weights that sum to less than the budget.
+    """Returns the smallest number whose greater ones have weights of less than the budget in sum.
 
-    The search goes over the bits of numbers, in an integer form that has their order, four at a
-    time and the highest first: of the 16 values of a digit, the first beyond which less than the
-    budget remains. Each digit takes one pass over the numbers. On a GPU they are no loop: inside of
-    a choice that the device makes, XLA would have the host wait for each one, once a step, with
-    everything that is to be launched behind it. On a CPU a loop compiles in half of the time.
+    The search goes over the bits of the numbers, in an order-preserving integer form, four bits at
+    a time from the highest: of the 16 values of a digit it takes the first beyond which less than
+    the budget remains. Each digit takes one pass over the numbers. On a GPU the passes are
+    unrolled: for a loop inside a device-side conditional, XLA would make the host wait for each
+    pass in every step, and delay all later launches. On a CPU a loop halves the compile time.
 
     Args:
       x: the numbers.
-      weigh: returns the weight of each, at least 0.
+      weigh: returns the weight of each number, at least 0.
       budget: the sum that the greater numbers must not reach, above 0; a number, or one per row.
     """
     size = jnp.finfo(x.dtype).bits
@@ -36,8 +36,8 @@ def least_kept(
     def with_digit(place, found):
         shift = jnp.asarray(size - 4 - 4 * place, unsigned)
         starts = _number(found + (digits << shift), x.dtype)
-        # Together with what changes: otherwise XLA would keep the weights in memory beside the
-        # numbers and read both, where they are quickly computed again.
+        # A barrier with the changing values: otherwise XLA would store the weights beside the
+        # numbers and read both, although recomputing the weights is fast.
         own, starts = jax.lax.optimization_barrier((x, starts))
         reached = sums_of_some(own, weigh(own), starts, operator.ge) >= budget
         return found + (reached.sum(-1, keepdims=True, dtype=unsigned) << shift)
@@ -55,13 +55,13 @@ def least_kept(
 
 
 def mark_largest(scores: Float[Array, "B V"], count: Int[Array, " B"]) -> Bool[Array, "B V"]:
-    """Marks the `count` largest scores of each row; among equal scores, the earlier ones.
+    """Marks the `count` largest scores of each row; ties go to the earlier ones.
 
     # scores: [3, 1, 3, 2]  count: 1  Out: [1, 0, 0, 0]
 
     Args:
-      scores: numbers; a row with NaN, which has no place in the order, may be marked less often.
-      count: how many, per row; the whole row where it has fewer.
+      scores: numbers; a row with NaN may get fewer marks.
+      count: number per row; a row with fewer numbers is marked whole.
     """
     least = least_kept(scores, lambda x: jnp.ones_like(x, jnp.int32), count[:, None])
     above, equal = scores > least, scores == least
@@ -70,7 +70,7 @@ def mark_largest(scores: Float[Array, "B V"], count: Int[Array, " B"]) -> Bool[A
 
 
 def marked_first(marks: Bool[Array, "*rows V"]) -> Int[Array, "*rows V"]:
-    """Returns the indices of what is marked, in ascending order, then those of the others.
+    """Returns the indices of marked entries, in ascending order, then those of the others.
 
     # marks: [0, 1, 0, 1]  Out: [1, 3, 0, 2]
     """
@@ -87,8 +87,8 @@ def sums_of_some(
     starts: Float[Array, "B n"],
     chosen: Callable[[Array, Array], Array],
 ) -> Shaped[Array, "B n"]:
-    """Returns the weights of the numbers that `chosen(numbers, start)` says, summed per start."""
-    # Sums with equal inputs, which a GPU computes in one kernel.
+    """Returns, per start, the sum of the weights of the numbers with `chosen(numbers, start)`."""
+    # Sums over the same inputs, which a GPU computes in one kernel.
     sums = [
         jnp.sum(jnp.where(chosen(x, starts[:, i : i + 1]), weights, 0), -1, dtype=weights.dtype)
         for i in range(starts.shape[1])
@@ -97,7 +97,7 @@ def sums_of_some(
 
 
 def _number(ordered: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """Returns the numbers of integers that have the order of the numbers; below all of them -inf.
+    """Inverts the order-preserving integer form; integers below all numbers give -inf.
 
     # In (16 bits): 0x3fff, 0x8000, 0xc000  Out: -2, 0, 2
     """

@@ -1,15 +1,15 @@
 """Meshes and the tables that map logical axes to mesh axes.
 
-The repository uses one sharding mode: meshes with **Auto** axes (GSPMD). Model code then consists
-of plain einsums without `out_sharding` arguments, the partitioner derives the collectives from the
-shardings of parameters and batches, and everything ragged (caches, kernels) runs inside
-`jax.shard_map`, where the mode makes no difference. The mesh comes from the context
-(`jax.set_mesh`), never from a config.
+The repository uses one sharding mode: meshes with **Auto** axes (GSPMD). So model code has plain
+einsums without `out_sharding` arguments, the partitioner derives the collectives from the shardings
+of parameters and batches, and all ragged code (caches, kernels) runs inside `jax.shard_map`, where
+the mode makes no difference. The mesh comes from the context (`jax.set_mesh`), never from a config.
 
 Parameters declare their logical axes in metadata `axes`, not in flax's `out_sharding`: training,
-decoding and single layers shard one parameter by different rules; flax by default applies
-`out_sharding` where a parameter is made; and its rules rename axes, while `parameter_sharding` also
-replicates a dimension that a mesh axis does not divide, and uses each mesh axis once.
+decoding and single layers shard one parameter by different rules, while flax by default applies
+`out_sharding` when a parameter is created; and flax's rules only rename axes, while
+`parameter_sharding` also replicates a dimension that a mesh axis does not divide, and uses each
+mesh axis once.
 
 There are two mesh axes: `data` (sequences; in training also a shard of every matrix, FSDP) and
 `model` (heads, feed-forward, vocabulary). Attention is split by KV head: queries, keys and values
@@ -19,14 +19,13 @@ KV head for equal parts of its query heads. Training takes a third axis, `sequen
 each sequence (`dms_jax.model.split_rows`), and with `data` a shard of every matrix. Decoding does
 not use it.
 
-A mixture of experts may take an axis `experts`, which splits whole experts, while `model` splits
-the feed-forward of each. Everything else is split over both together, as over one `model`: eight
+A mixture of experts may use an axis `experts`, which splits whole experts, while `model` splits the
+feed-forward of each. Everything else is split over both axes like over a single `model`: eight
 devices may be 8 in `model`, 8 in `experts`, or 4 by 2, and hold one copy of weights and caches.
 Every device computes its part for all tokens of its `data` shard, and the parts are summed.
 
 The gradients of training are computed inside `jax.shard_map` over `data` and `sequence`, where
-`gather` and `scatter` say which collectives there are, and in which type; `model` stays with the
-partitioner.
+`gather` and `scatter` define the collectives and their types; the partitioner handles `model`.
 
 Caches, and the inputs and outputs of attention over them, are split as their fields declare: the
 class of a state declares the logical axes of each array at its field (`axes`), and `partition`
@@ -55,16 +54,16 @@ SEQUENCE = "sequence"
 EXPERTS = "experts"
 MODEL = "model"
 
-# A mesh axis, or several that split a dimension together.
+# A mesh axis, or several that split one dimension together.
 Axes = str | tuple[str, ...]
 
-# Name of what `gather` returns, for policies of `jax.checkpoint`.
+# Name of the result of `gather`, for policies of `jax.checkpoint`.
 GATHERED = "gathered"
 
 # Mesh axes of each logical axis; axes that a mesh lacks are ignored.
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# The mesh axes behind `MODEL`, except for experts.
+# The mesh axes that `MODEL` stands for, except for experts.
 _TOGETHER = {MODEL: (EXPERTS, MODEL)}
 
 # Matrices are gathered layer by layer from their shards over both axes (FSDP).
@@ -102,11 +101,11 @@ def make_mesh(
     """Returns a (data, model) mesh with Auto axes over the first `data * model` devices.
 
     `sequence`, for training on long sequences, adds an axis after `data`; `experts`, for mixtures
-    of experts, adds one before `model`. With several slices or hosts, between which links are slow,
-    all axes but `data` stay within one of them where their number divides `data`.
+    of experts, adds one before `model`. Links between slices or hosts are slow; if their number
+    divides `data`, all other axes stay within one of them.
 
     Raises:
-      ConfigError: there are fewer devices.
+      ConfigError: there are too few devices.
     """
     data, model = check("make_mesh: data", data, Count), check("make_mesh: model", model, Count)
     sequence = check("make_mesh: sequence", sequence, Count)
@@ -145,8 +144,10 @@ def mesh_axes(data: int, model: int, *, sequence: int, experts: int) -> dict[str
     return {name: size for name, size in sizes.items() if size > 1 or name in (DATA, MODEL)}
 
 
-def mesh_sizes(mesh: jax.sharding.Mesh | None) -> tuple[int, int, int]:
-    """Returns the sizes of `data`, of `sequence`, and of `experts` and `model` together.
+def mesh_sizes(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+) -> tuple[int, int, int]:
+    """Returns the sizes of `data`, `sequence`, and `experts` times `model`.
 
     Missing axes have size 1.
     """
@@ -190,8 +191,8 @@ def parameter_sharding(
 ) -> NamedSharding:
     """Returns the sharding of a parameter with these logical axes.
 
-    A dimension that its mesh axis does not divide is replicated, such as fewer KV heads than
-    devices or a vocabulary of odd size. A mesh axis splits only the first dimension that it can.
+    A dimension not divisible by its mesh axis is replicated, such as fewer KV heads than devices or
+    a vocabulary of odd size. A mesh axis splits only the first dimension that it divides.
     """
     return NamedSharding(mesh, _partition_of(dict(mesh.shape), axes, shape, rules))
 
@@ -217,7 +218,7 @@ def _partition_of(
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     """Constrains the sharding of `x` on the mesh of the context; the identity without a mesh.
 
-    Inside `shard_map`, only the partitioner's axes count.
+    Inside `shard_map`, only the partitioner's axes apply.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) == set(mesh.manual_axes):
@@ -254,7 +255,7 @@ def gather(shard: jax.Array, axis: int, dtype: Any, over: tuple[str, ...] = ()) 
       shard: this device's part.
       axis: the axis along which the array is split.
       dtype: the type of the result.
-      over: mesh axes of the shards; `shard_axes()` if none is given.
+      over: mesh axes of the shards; by default `shard_axes()`.
     """
     over = over or shard_axes()
     return checkpoint_name(_gather(shard, axis, dtype, over), GATHERED)
@@ -295,8 +296,8 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def row_axes(num_sequences: int, num_kv_heads: int) -> tuple[str | None, Axes | None]:
     """Returns the mesh axes over which rows are split: (for sequences, for KV heads).
 
-    None means that rows are replicated: there is no mesh, the axis does not divide them, or the
-    code already runs inside `shard_map` over the axis.
+    None means that rows are not split: there is no mesh, the axis does not divide them, or the code
+    already runs inside `shard_map` over the axis.
     """
     auto = _auto_sizes()
     data, model = auto.get(DATA), [name for name in _members(MODEL) if name in auto]
@@ -316,12 +317,12 @@ def has_mesh() -> bool:
 
 
 def axes(*names: str) -> dict[str, tuple[str, ...]]:
-    """Declares the leading logical axes of a field's arrays; further axes are not split.
+    """Declares the leading logical axes of a field's arrays; other axes are not split.
 
         ring: Int[Array, "B K W"] = struct.field(metadata=axes("sequences", "kv_heads"))
 
     Raises:
-      ConfigError: there is no such axis in `CACHE_RULES`.
+      ConfigError: an axis is not in `CACHE_RULES`.
     """
     if unknown := [name for name in names if name not in CACHE_RULES]:
         raise ConfigError(
@@ -331,9 +332,9 @@ def axes(*names: str) -> dict[str, tuple[str, ...]]:
 
 
 def declared_axes(tree: Any) -> Any:
-    """Returns a tree of the declared axes of each array, from the innermost field around it.
+    """Returns a tree of the declared axes of each array, from its innermost field.
 
-    Tuples, lists and dicts declare nothing themselves; the declaration of their field applies.
+    Tuples, lists and dicts have no declarations; that of their field applies.
 
     Raises:
       ConfigError: a field declares no axes, or more than its array has.

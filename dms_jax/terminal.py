@@ -1,14 +1,39 @@
-"""Where progress is shown: a terminal, a file, or a notebook."""
+"""The console for progress: a terminal, a file, or a notebook."""
 
 import importlib.util
+import sys
+import time
 
 from rich.console import Console
 
+LINE_SECONDS = 10.0
+
+
+class Lines:
+    """Writes lines of progress to standard error where no terminal shows a bar.
+
+    There are `LINE_SECONDS` between two lines, and before the first; those between are left out.
+    """
+
+    def __init__(self):
+        self._last = time.monotonic()
+
+    def write(self, line: str) -> None:
+        """Writes a line, if it is time for one."""
+        if time.monotonic() - self._last >= LINE_SECONDS:
+            self._last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+
+def has_bar(console: Console) -> bool:
+    """Whether a console can show a bar, and needs no `Lines`."""
+    return console.is_terminal or console.is_jupyter
+
 
 def console_for_progress(*, stderr: bool = False) -> Console:
-    """Returns a console for a bar; a notebook without ipywidgets gets lines, as a file does.
+    """Returns a console for a bar; a notebook without ipywidgets gets lines, like a file.
 
-    There rich would show no bar either, and warn at every refresh.
+    There rich would show no bar, and warn at every refresh.
     """
     console = Console(stderr=stderr)
     if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:

@@ -1,1 +1,1 @@
-"""Scripts over the library, and what they measured (`results/`); README.md says which does what."""
+"""Scripts that use the library, and their results (`results/`); README.md lists them."""

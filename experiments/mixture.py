@@ -3,11 +3,11 @@
     Mixture(tokenizer, parts).batch(step)
       -> {"tokens": int32 [B, T], "segment_ids": int32 [B, T], "loss_mask": bool [B, T]}
 
-A batch depends on the seed and the step alone: nothing is stored, nothing repeats, and a run can
-resume anywhere. A document is a begin token, the prompt, the solution and an end token. A sequence
-holds several whole documents, each a segment of its own, then prose cut to fit. Every part of the
-mixture gets its share of the tokens of every batch. Prompts do not count in the loss, because a
-random equation cannot be predicted; prose counts.
+A batch depends only on the seed and the step: nothing is stored, nothing repeats, and a run can
+resume at any step. A document is a begin token, the prompt, the solution and an end token. A
+sequence holds several whole documents, each a segment of its own, then prose cut to fit. Every part
+of the mixture gets its share of the tokens of every batch. Prompts do not count in the loss,
+because a random equation cannot be predicted; prose counts.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
     """Returns the parts that the shipped reasoning model was trained on, from easy to hard.
 
     Args:
-      slips: probability of a slip in each step of arithmetic and of chains (`Reasoning.slips`).
+      slips: probability of a wrong step in arithmetic and chains (`Reasoning.slips`).
     """
     return (
         Part(
@@ -135,7 +135,7 @@ def standard_parts(slips: float = 0.0) -> tuple[Part, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    """A document of a part: its token ids, of which the first `prompt` come before the solution."""
+    """A document of a part: its token ids; the first `prompt` of them precede the solution."""
 
     part: str
     ids: list[int]
@@ -212,9 +212,9 @@ class Mixture(Options):
     ) -> _Document | None:
         """Returns the next document that fits; None if the sequence is nearly full.
 
-        It is of the part furthest behind its share. A document that does not fit waits for the next
-        sequence and counts for its part; those left at the end of the batch are dropped and do not
-        count.
+        It belongs to the part furthest behind its share. A document that does not fit waits for the
+        next sequence and counts for its part; those left at the end of the batch are dropped and do
+        not count.
         """
         for index, document in enumerate(waiting):
             if len(document.ids) <= room:
@@ -294,7 +294,7 @@ class MixtureBatches:
 
 
 def _ignore_interrupts(index: int, count: int) -> None:
-    """A terminal sends Ctrl-C to all processes; the training process ends its workers itself."""
+    """Ignores Ctrl-C, which a terminal sends to all processes: the trainer ends its workers."""
     del index, count
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -337,7 +337,7 @@ def _piece(tokenizer: Any, piece: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _digits_apart(tokenizer: Any) -> bool:
-    """Whether a tokenizer makes each digit a token of its own, in any context."""
+    """Whether a tokenizer makes each digit a separate token, in any context."""
     whole = tokenizer.encode("x = 12 + 3*y\nSo 0.", add_special_tokens=False)
     pieces = _PIECES.findall("x = 12 + 3*y\nSo 0.")
     return whole == [token for piece in pieces for token in _piece(tokenizer, piece)]

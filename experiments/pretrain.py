@@ -5,11 +5,11 @@
         --start-from runs/reasoner/model --learning-rate 5e-4 --warmup-steps 50
 
 The two commands make a model like the shipped reasoner-11m. Data are generated from seeds during
-training (`experiments.mixture`); nothing repeats. Interrupted with Ctrl-C, the same command goes on
-from its last checkpoint.
+training (`experiments.mixture`); nothing repeats. After Ctrl-C, the same command resumes from its
+last checkpoint.
 
-Writes log.jsonl (every step, and now and then the held-out loss of each part of the data),
-curves.png, model/ (float32, to go on from), bfloat16/ (to use), summary.json.
+Writes log.jsonl (every step, and at intervals the held-out loss of each part of the data),
+curves.png, model/ (float32, for further training), bfloat16/ (for use), summary.json.
 """
 
 import dataclasses
@@ -44,11 +44,12 @@ class Config:
     """Train a small model from scratch on tasks and prose that are generated during training."""
 
     out: pathlib.Path = pathlib.Path("runs/reasoner")
-    """Directory of the run: checkpoints, log, curves, models, summary. A run there is resumed."""
+    """Directory of the run: checkpoints, log, curves, models, summary. An existing run is resumed.
+    """
     steps: int = 5878
     """Optimizer steps."""
     start_from: pathlib.Path | None = None
-    """Hugging Face directory to go on from with a fresh optimizer; give another seed with it."""
+    """Hugging Face directory to start from with a fresh optimizer; give another seed with it."""
 
     slips: float = 0.0
     """Probability that a step of a worked solution is wrong in one digit (tasks' `slips`)."""
@@ -81,7 +82,7 @@ class Config:
     checkpoint_every: int = 1000
     """Steps between checkpoints to resume from; Ctrl-C writes one too."""
     workers: int | None = None
-    """Processes that generate batches, 0 for none; all cores but two unless given."""
+    """Processes that generate batches, 0 for none; by default all cores but two."""
     seed: int = 0
     """Seed of the parameters and of the data."""
 
@@ -172,7 +173,7 @@ def held_out_batches(mixture: Mixture, count: int) -> dict[str, list[Batch]]:
     def prose(texts: list[str]) -> Iterator[tuple[list[int], int]]:
         tokenizer, length = mixture.tokenizer, mixture.length
         for text in itertools.cycle(texts):
-            # A token is hardly ever longer than eight characters.
+            # Few tokens are longer than eight characters.
             ids = tokenizer.encode(text[: 8 * length], add_special_tokens=False)
             yield [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id][:length], 1
 
@@ -203,7 +204,7 @@ def rows(documents: Iterable[tuple[list[int], int]], count: int, length: int) ->
 
 
 def summarise(model: dms_jax.LanguageModel, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns how well and how fast the model was trained, from the records of its steps."""
+    """Returns losses and speed of the training, from the records of its steps."""
     steady = records[len(records) // 10 :]
     losses = [record["lm_loss"] for record in records[-100:] if not record["skipped"]]
     return {

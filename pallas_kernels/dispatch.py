@@ -1,12 +1,12 @@
-"""Chooses which implementation of an operation serves a call.
+"""Chooses the implementation of an operation for a call.
 
 An operation (decode attention, training attention, ...) has several implementations, each for one
-platform. The choice is made when a function is *lowered*, not when it is traced: a program that is
-lowered for a TPU on a laptop holds the TPU's kernel. Shapes and dtypes are known while tracing, so
-an implementation that cannot serve them is left out then, with its reason; the platform is known to
-`jax.lax.platform_dependent` at lowering. It traces every branch: where the implementation for every
-platform says what shapes the results have, kernels wait in a primitive and are traced when they are
-lowered, so that no platform pays for the kernels of the others.
+platform. The choice is made when a function is *lowered*, not when it is traced: a program lowered
+for a TPU on a laptop has the TPU's kernel. Shapes and dtypes are known while tracing, so an
+implementation that does not support them is excluded then, with a reason; the platform is known to
+`jax.lax.platform_dependent` at lowering. That traces every branch. If the platform-independent
+implementation gives the shapes of the results, kernels are wrapped in a primitive and traced only
+when lowered, so that no platform pays for the kernels of others.
 
     operation = Operation("decode_attention", (
         Implementation("mosaic_gpu", "cuda", run_mosaic, why_mosaic_cannot),
@@ -38,11 +38,11 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-      name: what a caller passes as `implementation`.
+      name: its name as the argument `implementation`.
       platform: the XLA platform that it runs on ("cuda", "tpu"), or None for every platform.
       function: called as `function(*arrays, **static)`; arrays may be pytrees of arrays.
-      why_not: called with the same arguments while tracing; returns None where the implementation
-        can serve the call, else the reason why it cannot, in words that a caller can act on.
+      why_not: called with the same arguments while tracing; returns None if the implementation can
+        serve the call, otherwise the reason, in words that help the caller.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Implementation:
 
 
 def deferred(name: str, platform: str, module: str, function: str) -> Implementation:
-    """Returns an implementation whose module is imported when it is first used.
+    """Returns an implementation whose module is imported on first use.
 
-    Pallas for GPUs and for TPUs takes as long to import as jax itself.
+    Pallas for GPUs and for TPUs takes as long to import as jax.
 
     Args:
       name: see `Implementation`.
       platform: see `Implementation`.
-      module: full name of the module, which holds the function and its `why_not`.
+      module: full name of the module with the function and its `why_not`.
       function: name of the function in the module.
     """
 
@@ -80,7 +80,7 @@ class Operation:
     implementations: tuple[Implementation, ...]
 
     def xla_alone(self, choice: str | None, why: str) -> str:
-        """Returns "xla" for a call that no kernel serves yet.
+        """Returns "xla" for a call that no kernel supports yet.
 
         Raises:
           NotImplementedError: another implementation is chosen.
@@ -95,13 +95,13 @@ class Operation:
         """Returns for each platform the first allowed implementation that can serve the arguments.
 
         Args:
-          choice: the only name that is allowed; None allows all.
+          choice: the only allowed name; None allows all.
           *arrays: arguments of the implementations.
           **static: static arguments of the implementations.
 
         Returns:
           A mapping from platform (None for every other platform) to the implementation, and the
-          reasons of those that were left out, one line each.
+          reasons for excluding others, one line each.
 
         Raises:
           ValueError: the name is unknown.
@@ -128,7 +128,7 @@ class Operation:
         return chosen, reasons
 
     def __call__(self, choice: str | None, *arrays: Any, **static: Any) -> Any:
-        """Runs the operation with the implementation of the platform that it is lowered for.
+        """Runs the operation with the implementation for the platform of the lowering.
 
         Raises:
           ValueError: an implementation name is unknown.
@@ -148,7 +148,7 @@ class Operation:
             text = "\n  ".join([f"{self.name}: only {served} may serve this call", *reasons])
             default = functools.partial(_refuse, next(iter(bound.values())), text)
         elif any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
-            default, bound = _traced_late(default, bound, arrays)
+            default, bound = _trace_default(default, bound, arrays)
         return jax.lax.platform_dependent(*arrays, default=default, **bound)
 
 
@@ -156,7 +156,7 @@ def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     """Traces a kernel with 32-bit indices and constants, even where 64 bits are enabled.
 
     Kernels of every platform are traced on every machine, so they must not break a float64 program
-    that none of them will serve.
+    that uses none of them.
     """
 
     def narrow(*arrays):
@@ -166,7 +166,7 @@ def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     return narrow
 
 
-# A kernel that is traced when it is lowered; derivatives and batches trace it at once.
+# A kernel that is traced at lowering; derivatives and batching trace it at once.
 _kernel_p = Primitive("kernel_of_a_platform")
 _kernel_p.multiple_results = True
 
@@ -198,10 +198,10 @@ batching.primitive_batchers[_kernel_p] = _kernel_batched
 mlir.register_lowering(_kernel_p, _kernel_lowering)
 
 
-def _traced_late(
+def _trace_default(
     default: Callable[..., Any], kernels: dict[str, Callable[..., Any]], arrays: Sequence[Any]
 ) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
-    """Returns the same functions: `default` traced, the kernels as primitives with its results."""
+    """Returns the functions with `default` traced, and the kernels as primitives of its results."""
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*arrays)
     given, returned = jax.tree.structure(tuple(arrays)), jax.tree.structure(shapes)
 
@@ -223,7 +223,7 @@ def _traced_late(
 
 
 # A primitive that means "not on this platform": it has the shapes of the result, and lowering it
-# raises, which happens only for a platform that no allowed implementation serves.
+# raises. It is lowered only on platforms without an allowed implementation.
 _refuse_p = Primitive("refuse_platform")
 _refuse_p.multiple_results = True
 
@@ -273,30 +273,30 @@ class GPU:
 
     @property
     def measured_as(self) -> tuple[str, ...]:
-        """Kinds whose measured settings it uses: its own, then the default's of its architecture.
+        """Kinds whose measured settings it uses: its own, then its architecture's default.
 
-        On an H100, whose memory is slower than an H200's, the best settings of the decode kernel
-        take as long as those of the H200 (`tuned`).
+        On an H100, whose memory is slower than an H200's, the H200's settings of the decode kernel
+        are as fast as the best ones (`tuned`).
         """
         related = self.capability == DEFAULT_GPU.capability and self.kind != DEFAULT_GPU.kind
         return (self.kind, DEFAULT_GPU.kind) if related else (self.kind,)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program at most, by compute capability (CUDA's programming guide)."""
+        """The most shared memory of a program, by compute capability (CUDA's programming guide)."""
         if self.capability in ((8, 0), (8, 7)):
             return 163 * 1024
         return (227 if self.capability[0] in (9, 10, 11) else 99) * 1024
 
     def programs_a_core(self, shared_bytes: int) -> int:
-        """Returns how many programs that take so many bytes of shared memory a core holds.
+        """Returns the number of programs with this much shared memory that fit a core.
 
-        A core has 1 KB more than one program can have, and each program takes 1 KB beside its own.
+        A core has 1 KB more than one program can have, and each program takes 1 KB in addition.
         """
         return (self.shared_bytes + 1024) // (shared_bytes + 1024)
 
 
-# What kernels are planned for where there is no local GPU.
+# The GPU for planning kernels without a local GPU.
 DEFAULT_GPU = GPU("NVIDIA H200", 132, (9, 0))
 
 
@@ -311,7 +311,7 @@ def _local_gpu() -> GPU | None:
 
 
 def target_gpu() -> GPU:
-    """Returns the local GPU if there is one, else the H200, for which the defaults are tuned."""
+    """Returns the local GPU, or else the H200, for which the defaults are tuned."""
     return _local_gpu() or DEFAULT_GPU
 
 

@@ -1,8 +1,8 @@
-"""Integers of 4 bits, two in a byte: number i of D in the low half of byte i, i + D/2 in the high.
+"""4-bit integers, two per byte: number i of D in the low half of byte i, i + D/2 in the high.
 
     byte[i] = (code[i] + 8) | (code[i + D/2] + 8) << 4          codes from -8 to 7
 
-Halves of a vector, not neighbours, share bytes: unpacking is then two masks and a concatenation.
+The halves of a vector share bytes, not neighbours, so unpacking is two masks and a concatenation.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ PACKED = jnp.dtype(jnp.uint8)
 
 
 def pack(codes: Int[Array, "*slots D"]) -> UInt8[Array, "*slots half"]:
-    """Returns integers from -8 to 7, two in a byte; D is even."""
+    """Packs integers from -8 to 7, two per byte; D is even."""
     low, high = jnp.split((codes + 8).astype(PACKED), 2, axis=-1)
     return low | high << 4
 

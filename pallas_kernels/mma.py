@@ -1,8 +1,7 @@
-"""Products of matrices in registers, which every NVIDIA GPU from Ampere on computes.
+"""Products of matrices in registers, for all NVIDIA GPUs since Ampere.
 
-The 16-bit operands and the float32 sums of one warpgroup lie in registers in these layouts. A
-matrix on the left has a multiple of 64 rows, its columns come in multiples of 16, and those of the
-matrix on the right in multiples of 8.
+The 16-bit operands and the float32 sums of one warpgroup lie in registers in these layouts. A left
+matrix has a multiple of 64 rows and of 16 columns, a right matrix a multiple of 8 columns.
 """
 
 from typing import Any
@@ -27,14 +26,13 @@ def mma(sums, left, right, interpret: bool):
 def as_left(x, dtype, interpret: bool):
     """Returns sums of one product, rounded to 16 bits, as the left operand of another.
 
-    Each thread has the numbers that it needs already, so nothing moves: only the name of the layout
-    changes.
+    Each thread already has the numbers that it needs, so only the name of the layout changes.
     """
     if interpret:
         return x.astype(dtype)
 
     def round_and_rename(_, sums):
-        # Registers of a tile of 64 x 16 are those of its two tiles of 64 x 8, one after the other.
+        # The registers of a 64 x 16 tile are those of its two 64 x 8 tiles, concatenated.
         rounded = sums.astype(utils.dtype_to_ir_type(dtype))
         layout = mosaic.MMALayouts(dtype).lhs
         registers = rounded.registers.reshape(layout.registers_shape(rounded.shape))

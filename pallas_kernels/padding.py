@@ -9,8 +9,8 @@ def pad_axis(x: jax.Array, axis: int, multiple: int, **mode) -> jax.Array:
 
     Args:
       x: the array.
-      axis: which axis to pad.
-      multiple: what the size becomes a multiple of.
+      axis: the axis to pad.
+      multiple: the size becomes a multiple of this.
       **mode: options of `jax.numpy.pad`; the default is zeros.
     """
     widths = [(0, 0)] * x.ndim

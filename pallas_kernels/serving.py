@@ -1,4 +1,4 @@
-"""Which implementation serves an attention call on this machine, and why none before it does."""
+"""The implementation that serves an attention call on this machine, and reasons against others."""
 
 import dataclasses
 from typing import Any
@@ -18,12 +18,12 @@ ROWS, COLUMNS, LENGTH = 8, 4, 256  # no implementation depends on them
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What serves an operation.
+    """The implementation that serves an operation.
 
     Attributes:
       operation: "decoding" or "training".
-      implementation: its name, as `implementation=` takes it.
-      reasons: why those that would have been preferred on this platform cannot.
+      implementation: its name, as for `implementation=`.
+      reasons: why preferred implementations for this platform cannot serve it.
     """
 
     operation: str
@@ -44,16 +44,16 @@ def serving(
     pages_dtype: Any = None,
     platform: str | None = None,
 ) -> tuple[Served, ...]:
-    """Returns what serves decoding and training of a model of this shape.
+    """Returns the implementations for decoding and training of a model of this shape.
 
     Args:
       head_dim: D.
-      group: G, query heads of a KV head.
+      group: G, query heads per KV head.
       page_size: P.
-      dtype: of queries, keys and values.
-      pages_dtype: of the pages where it is another one: float8_e4m3fn, or uint8 for 4 bits.
-      platform: "cpu", "cuda" or "tpu"; that of this process unless given. A GPU that is not here
-        is taken for an H200.
+      dtype: dtype of queries, keys and values.
+      pages_dtype: dtype of the pages if different: float8_e4m3fn, or uint8 for 4 bits.
+      platform: "cpu", "cuda" or "tpu"; by default this process's. Without a local GPU, "cuda" means
+        an H200.
     """
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 

@@ -1,4 +1,4 @@
-"""What a program takes of the shared memory of an NVIDIA GPU, as Mosaic lays it out."""
+"""Shared memory of a program on an NVIDIA GPU, with Mosaic's layout."""
 
 import math
 from collections.abc import Iterable
@@ -6,14 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# Scratch memory for sums and maxima over threads, which Mosaic adds to a kernel that has any. This
-# is its default; kernels ask for it, so that what is counted is what they take.
+# Scratch memory for sums and maxima over threads, which Mosaic adds to kernels that have any. This
+# is its default; kernels request it explicitly, so that the count is exact.
 REDUCTION_BYTES = 2048
 _ALIGNMENT, _BARRIER_BYTES = 1024, 8
 
 
 def laid_out(sizes: Iterable[int]) -> int:
-    """Returns the bytes of arrays of these sizes, each of which begins at a whole KB."""
+    """Returns the bytes of arrays of these sizes, each aligned to 1 KB."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
@@ -22,7 +22,7 @@ def shared_bytes(scratch: dict[str, Any], reductions: int) -> int:
 
     Args:
       scratch: the arrays and barriers of a kernel, by name (`scratch_types` of `plgpu.kernel`).
-      reductions: REDUCTION_BYTES for a kernel with sums or maxima over threads, else 0.
+      reductions: REDUCTION_BYTES for a kernel with sums or maxima over threads, otherwise 0.
     """
     arrays = [x for x in scratch.values() if hasattr(x, "shape")]
     barriers = sum(

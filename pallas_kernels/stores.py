@@ -1,4 +1,4 @@
-"""Stores from registers in Mosaic GPU kernels, on every jax that is supported."""
+"""Stores from registers in Mosaic GPU kernels, for all supported versions of jax."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ _store: Any = getattr(plgpu, "store", None)  # not in jax 0.11
 
 
 def store(ref, value) -> None:
-    """Stores an array of registers to shared or global memory, in whatever order its layout gives.
+    """Stores an array of registers to shared or global memory, in the order of its layout.
 
-    From jax 0.12 on an assignment asks for a transfer of whole cache lines and without bank
-    conflicts, and fails, or searches for minutes, where the layout allows none. The results that
-    are written this way, one row at a time, are small.
+    Since jax 0.12 an assignment requires a transfer of whole cache lines without bank conflicts,
+    and fails, or searches for minutes, if the layout allows none. The results stored here, one row
+    at a time, are small.
     """
     if _store is None:
         ref[...] = value

@@ -1,16 +1,16 @@
-"""The surroundings of every test: platform, fake devices, compilation cache, determinism.
+"""Sets up jax for every test: platform, fake devices, compilation cache, determinism.
 
-All of it is environment that jax reads when it is first imported, so it is set before any test
-module is collected. Processes that tests start inherit it.
+jax reads these environment variables on its first import, so they are set before any test module is
+collected. Subprocesses of tests inherit them.
 
 - CPU with 8 fake devices, unless `--gpu` asks for the card (then the tests marked `gpu` run too).
-- libtpu is told where it is, so that a test can compile for TPU on a machine without one.
+- libtpu gets its path, so that tests can compile for TPU on a machine without one.
 - Compiled functions are kept in `.jax_cache` of the checkout and shared by all workers.
-- XLA compiles quickly rather than well; a test that runs for longer than it compiles, or that is
-  about what the compiler makes, asks for the fixture `optimized`.
+- XLA skips most optimizations; a test that runs longer than it compiles, or that checks compiled
+  code, uses the fixture `optimized`.
 
-What is set already stays. `--compiler` chooses another compiler, `--reseed` other seeds, `--cores`
-another number of threads: no verdict may depend on them (`make steady`).
+Variables that are already set are kept. `--compiler` selects another compiler, `--reseed` other
+seeds, `--cores` another number of threads: no verdict may depend on them (`make steady`).
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ OLD_EMITTER = (
 # Where a test runs for longer than it compiles (`optimized`), LLVM's first level makes its programs
 # as quick as the third does, in half of the time; without that fixture no level is asked for.
 QUICK_FLAGS = f"{OLD_EMITTER} --xla_backend_optimization_level=1"
-# Whether XLA takes little care.
+# Whether XLA skips most optimizations.
 CARELESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 # XLA_FLAGS, and the value of CARELESS, for `--compiler`.
 COMPILERS = {
-    # Other orders of the same sums: what the compiler fuses, vectorizes and unrolls.
+    # Other orders of the same sums: other fusions, vectorization and unrolling.
     "optimized": ("", "0"),
     "new-emitter": ("", "1"),
     "level-0": ("--xla_backend_optimization_level=0", "0"),
@@ -53,20 +53,20 @@ COMPILERS = {
     # Other partitions of products among threads.
     "one-thread": (f"{QUICK_FLAGS} --xla_cpu_multi_thread_eigen=false", "1"),
 }
-# Folders whose tests the gate runs with the checks of jaxtyping; of each law, it does one instance.
+# Folders whose tests the gate runs with jaxtyping's checks; of each law it checks one instance.
 TYPED = {"policies", "model", "cache"}
 LAWS = "laws"
-# Every compiled program of a process holds some of its memory maps, of which Linux grants 65,530;
-# beyond them jax crashes. What is let go comes back from the compilation cache.
+# Every compiled program holds some memory maps. Linux grants a process 65,530, and jax crashes
+# beyond them. Released programs come back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
 MEMORY_MAPS = Path("/proc/self/maps")
-# Counting 20,000 maps takes longer than most tests.
+# Counting 20,000 memory maps takes longer than most tests.
 TESTS_BETWEEN_COUNTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """What was collected: the tests of the gate, and the files of all tests."""
+    """The collected tests of the gate, and the files of all tests."""
 
     tests: frozenset[str]
     files: frozenset[str]
@@ -96,8 +96,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Containers often keep Python from writing what it compiled: then every process of the tests
-    # compiles all of the sources again.
+    # Containers often disable Python's bytecode cache: then every test process compiles all sources
+    # again.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     worker, cores = hasattr(config, "workerinput"), config.getoption("--cores")
@@ -116,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @functools.cache
 def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | None = None) -> None:
-    """Puts what jax reads when it is imported into the environment."""
+    """Sets the environment variables that jax reads on import."""
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
     if gpu:
@@ -130,21 +130,21 @@ def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | Non
             os.environ["XLA_FLAGS"], os.environ[CARELESS] = COMPILERS[compiler]
         os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
         os.environ.setdefault(CARELESS, "1")
-    # The key of a compiled function does not hold how many threads it was compiled for.
+    # The cache key of a function does not include the number of threads that it was compiled for.
     kept = CHECKOUT / ".jax_cache" / (f"{cores}-cores" if cores else "")
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(kept),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
-        # Executables are found by the source, and tests replace parts of it while they run.
+        # Executables are keyed by the source, and tests replace parts of the source while they run.
         "DMS_JAX_COMPILATION_CACHE": "off",
-        # Which lines of Python an operation is from: kept with each, and read by nobody here.
+        # Python line numbers are stored with each operation, and not needed here.
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         # Ahead-of-time compilation for TPU with no TPU at hand.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # NumPy's own threads would fight with the other workers for the cores.
+        # NumPy's threads would compete with the other workers for the cores.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -197,7 +197,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def typed_job(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns what the gate runs with the checks of jaxtyping; see `TYPED`."""
+    """Returns the tests that the gate runs with jaxtyping's checks; see `TYPED`."""
     chosen, laws = set(), set()
     for item in items:
         folder = item.path.relative_to(CHECKOUT / "tests").parts[0]
@@ -209,8 +209,8 @@ def typed_job(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays: the collector of cycles need not go through it again and again.
-    # Tracing makes many small objects; looking after every 700 of them takes a tenth of the time.
+    # Imported modules stay, so freeze them for the garbage collector. Tracing makes many small
+    # objects; a collection after every 700 of them takes a tenth of the time.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -218,8 +218,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def optimized():
-    """XLA takes as much care as it does for users, and LLVM as much as pays for a short run."""
-    import jax  # not at the top: its environment is set first
+    """XLA optimizes as for users, LLVM as far as pays for a short run."""
+    import jax  # after tests/conftest.py has set up jax
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
@@ -229,7 +229,7 @@ def optimized():
 
 @pytest.fixture
 def bare_notebook(monkeypatch):
-    """A notebook without ipywidgets, in which nothing may warn: rich would at every refresh."""
+    """A notebook without ipywidgets that fails on warnings: rich would warn at every refresh."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does

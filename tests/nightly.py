@@ -4,8 +4,8 @@
     python -m tests.nightly --shard 3/6     one of them
     python -m tests.nightly --costs         write tests/costs.json by what the shards took
 
-Each shard holds whole files and takes about as long as the others. One that passed is skipped until
-a file of the tree changes; `runs/nightly` holds what ran, and when.
+Each shard has whole files and takes about as long as the others. A shard that passed is skipped
+until a file of the tree changes; `runs/nightly` records what ran, and when.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MEASURED = RUNS / "costs.json"
 
 
 def shards(count: int) -> list[list[str]]:
-    """Returns the files of tests, in so many lists that take about as long as each other."""
+    """Splits the test files into shards of about equal duration."""
     measured = costs.known()
     names = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     seconds = {name: measured.get(name, costs.UNKNOWN)[1] for name in names}
@@ -33,7 +33,7 @@ def shards(count: int) -> list[list[str]]:
 
 
 def run(number: int, count: int, workers: int) -> bool:
-    """Runs a shard, unless it passed in this tree: whether it did."""
+    """Runs a shard, unless it passed in this tree; returns whether it passed."""
     record = RUNS / f"{number}-of-{count}.json"
     before = digest(files())
     if record.exists() and (passed := json.loads(record.read_text()))["tree"] == before:

@@ -1,4 +1,4 @@
-"""The cache of compiled programs: where it is, and what is reported about compiling."""
+"""The compilation cache: its place, and messages about compiling."""
 
 import io
 import itertools
@@ -43,24 +43,24 @@ def kept_in() -> str | None:
     return jax.config.jax_compilation_cache_dir
 
 
-def test_programs_are_kept_in_the_home_directory(settings, tmp_path):
+def test_cache_is_in_the_home_directory(settings, tmp_path):
     del settings
     found = pathlib.Path(kept_in() or "")
-    assert found.parent == tmp_path / ".cache" / "dms_jax"  # each processor has its own programs
+    assert found.parent == tmp_path / ".cache" / "dms_jax"  # one folder per kind of processor
     assert found.is_dir()
     assert found.stat().st_mode & 0o077 == 0
     assert jax.config.jax_compilation_cache_max_size == compilation.MOST_BYTES
 
 
 @pytest.mark.parametrize("place", ["elsewhere", "~/kept"])
-def test_the_switch_names_another_place(settings, tmp_path, place):
+def test_environment_variable_moves_cache(settings, tmp_path, place):
     settings.setenv(compilation.SWITCH, place.replace("elsewhere", str(tmp_path / "elsewhere")))
     assert pathlib.Path(kept_in() or "").parent == tmp_path / place.removeprefix("~/")
 
 
 @pytest.mark.parametrize("off", ["off", "OFF", "0", "no", "file", "/proc/self", "no home"])
-def test_nothing_is_kept(settings, tmp_path, off):
-    """Turned off, or where nothing can be written; then jax would warn about every program."""
+def test_no_cache_if_off_or_unwritable(settings, tmp_path, off):
+    """Turned off, or on an unwritable disk, where jax would warn about every program."""
     (tmp_path / "file").write_text("")
     settings.chdir(tmp_path)
     settings.setenv(compilation.SWITCH, off)
@@ -98,13 +98,13 @@ def test_long_compilations_are_reported(caplog, monkeypatch):
         pass
     monkeypatch.setattr(compilation, "REPORTED_SECONDS", 1e-9)
     with compilation.without_jax_cache(), compilation.reported("Generation"):
-        jax.jit(lambda x: x * 3 + 41)(1)  # which a slow earlier run may have written there
+        jax.jit(lambda x: x * 3 + 41)(1)  # a slow earlier run may have written it there
     (record,) = caplog.records
     assert record.getMessage().startswith("Generation: 1 program compiled in ")
 
 
-def test_programs_from_the_cache_are_counted_apart(settings, tmp_path):
-    """A second process finds them, as this one does: a function anew is a program anew."""
+def test_cache_hits_are_counted_separately(settings, tmp_path):
+    """A second process finds them, and so does this one, which compiles a new function anew."""
     settings.setenv(compilation.SWITCH, str(tmp_path))
     compilation_cache.reset_cache()
     compilation.prepare()
@@ -132,7 +132,7 @@ def test_overlapping_compilations_count_once():
 
 
 class Terminal(io.StringIO):
-    """Standard error that is a terminal, or is not."""
+    """Standard error as a terminal or as a file."""
 
     def __init__(self, *, is_terminal: bool):
         super().__init__()
@@ -143,7 +143,7 @@ class Terminal(io.StringIO):
 
 
 def count_to_three(monkeypatch, *, is_terminal: bool, seconds: float) -> str:
-    """Returns what is written where three programs compile, each behind so many seconds."""
+    """Returns the output while three programs compile, each after a pause."""
     stream, now = Terminal(is_terminal=is_terminal), itertools.count(0.0, seconds)
     monkeypatch.setattr(compilation.sys, "stderr", stream)
     monkeypatch.setattr(compilation.time, "monotonic", lambda: next(now))
@@ -153,13 +153,18 @@ def count_to_three(monkeypatch, *, is_terminal: bool, seconds: float) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_shows_how_many_programs_are_compiled(monkeypatch):
+def test_terminal_shows_number_of_compiled_programs(monkeypatch):
     written = count_to_three(monkeypatch, is_terminal=True, seconds=0.6)
     lines = written.split("\r")[1:]
     assert lines == ["Compiling: 2 of 3 programs", "Compiling: 3 of 3 programs", " " * 26, ""]
 
 
-def test_a_terminal_shows_how_many_arrays_are_loaded(monkeypatch):
+def test_a_file_gets_a_line_every_ten_seconds(monkeypatch):
+    written = count_to_three(monkeypatch, is_terminal=False, seconds=4.0)
+    assert written == "Compiling: 2 of 3 programs\n"
+
+
+def test_terminal_shows_number_of_loaded_arrays(monkeypatch):
     stream = Terminal(is_terminal=True)
     monkeypatch.setattr(compilation.sys, "stderr", stream)
     monkeypatch.setattr(compilation, "COUNTED_SECONDS", 0.0)

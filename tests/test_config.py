@@ -99,7 +99,7 @@ def test_layers_of_each_family():
     assert found["phi-4"].kinds == (LayerKind(None, Rope(theta=250_000)),)
 
 
-def test_layer_types_are_the_shortest_group():
+def test_layer_types_reduce_to_the_shortest_group():
     small = ModelConfig.from_hf(SMALL)
     every = dict(num_layers=7, window=4)
     group = ("sliding", "full", "sliding")
@@ -122,7 +122,7 @@ def test_both_spellings_and_back(name):
     assert {config: name}[ModelConfig.from_hf(written)] == name  # hashable by value
 
 
-def test_biases_of_llama_and_qwen3():
+def test_llama_and_qwen3_biases():
     llama = ModelConfig.from_hf(SMALL | {"attention_bias": True, "mlp_bias": True})
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
     qwen3 = ModelConfig.from_hf(SMALL | {"model_type": "qwen3", "attention_bias": True})
@@ -151,7 +151,7 @@ def test_yarn_fields():
     assert rope.original_max_position_embeddings == 128
 
 
-def test_a_sliding_window_that_never_slides_is_supported():
+def test_window_beyond_all_positions_is_supported():
     mistral = SMALL | {"model_type": "mistral", "sliding_window": 128}
     assert ModelConfig.from_hf(mistral).model_type == "mistral"
     qwen = SMALL | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
@@ -271,13 +271,13 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_fields_are_refused_briefly(case):
+def test_malformed_fields_have_short_errors(case):
     with pytest.raises(ConfigError) as refusal:
         ModelConfig.from_hf(SMALL | MALFORMED[case])
     assert len(str(refusal.value)) < 400
 
 
-def test_to_hf_refuses_what_the_family_lacks():
+def test_to_hf_refuses_unsupported_switches():
     config = ModelConfig.from_hf(SMALL | {"model_type": "qwen2"})
     assert config.qkv_bias
     biased = ModelConfig(**{**vars(config), "model_type": "mistral"})
@@ -288,7 +288,7 @@ def test_to_hf_refuses_what_the_family_lacks():
 @pytest.mark.parametrize(
     ("fields", "positions"),
     [
-        # Qwen2.5's card; Qwen3's, whose positions are more than the original ones; Vicuna's.
+        # Qwen2.5's card; Qwen3's, with more positions than the original ones; Vicuna's.
         (
             {"rope_scaling": {"type": "yarn", **YARN_512}},
             2048,
@@ -361,7 +361,7 @@ def test_empty_fields_are_accepted(fields):
     assert ModelConfig.from_hf(SMALL_512 | fields).max_position_embeddings == 512
 
 
-def test_a_window_counts_if_the_positions_that_yarn_adds_exceed_it():
+def test_window_counts_if_yarn_positions_exceed_it():
     """A model of 512 positions never leaves its window of 512; one of 2048 does."""
     fields = {"model_type": "mistral", "sliding_window": 512}
     never = ModelConfig.from_hf(SMALL_512 | fields)

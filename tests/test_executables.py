@@ -1,4 +1,4 @@
-"""Executables on disk: run without tracing, and only if nobody else can have written them."""
+"""Executables on disk run without tracing, and only if no other user can have written them."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ SHORT = Sampling(temperature=0.7, seed=3, max_new_tokens=9)
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    """Keeps executables in a directory of the test, and yields it."""
+    """Yields a directory of the test in which executables are stored."""
     monkeypatch.setenv(compilation.SWITCH, "")
     monkeypatch.setattr(executables, "_BEGUN", math.inf)  # whenever the source was changed
     source = executables._source
@@ -55,13 +55,13 @@ def kept(monkeypatch, tmp_path):
 
 
 def function() -> types.FunctionType:
-    """Returns a copy of a library function, which jax has not seen."""
+    """Returns a copy of a library function that jax has not traced."""
     known = inspect.unwrap(programs.keep_hidden)
     return types.FunctionType(known.__code__, known.__globals__, known.__name__)
 
 
 def process() -> Program:
-    """Returns a program as in a new process: neither traced nor read."""
+    """Returns a program as in a new process: neither traced nor loaded."""
     return Program(function(), donate_argnums=0)
 
 
@@ -70,7 +70,7 @@ def zeros() -> jax.Array:
 
 
 def prepare(program: Program, *args) -> tuple[int, int]:
-    """Prepares a program; returns how many were compiled and how many read."""
+    """Prepares a program; returns how many were compiled and how many loaded."""
     with compilation.watched() as made:
         program.prepare(*args)
     return made.compiled, made.read
@@ -88,7 +88,7 @@ def written(kept):
     return file_in(kept)
 
 
-def test_a_new_process_runs_what_an_earlier_one_compiled(written):
+def test_new_process_loads_earlier_executable(written):
     program, given, compilations = process(), zeros(), Compilations()
     assert compilations.of(lambda: program.prepare(given, FILLED, LANES)) == 0
     results = []
@@ -161,14 +161,14 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
-def test_files_that_others_may_write_are_not_read(written, tmp_path, doubt):
+def test_world_writable_files_are_not_read(written, tmp_path, doubt):
     plant(written, tmp_path / "loud")
     DOUBTS[doubt](written)
     assert prepare(process(), zeros(), FILLED, LANES)[1] == 0
     assert not (tmp_path / "loud").exists()
 
 
-def test_the_planted_file_would_run(written, tmp_path):
+def test_control_malicious_pickle_would_run(written, tmp_path):
     """Control of the test above."""
     plant(written, tmp_path / "loud")
     process().prepare(zeros(), FILLED, LANES)
@@ -183,14 +183,14 @@ def test_a_file_of_another_user_is_not_read(written, monkeypatch):
 
 
 @pytest.mark.parametrize("switch", ["off", "0"])
-def test_one_switch_turns_it_off(kept, monkeypatch, switch):
+def test_environment_variable_turns_it_off(kept, monkeypatch, switch):
     monkeypatch.setenv(compilation.SWITCH, switch)
     process().prepare(zeros(), FILLED, LANES)
     assert not [*kept.iterdir()]
 
 
-def test_jax_keeps_no_second_copy_and_goes_on_keeping(kept):
-    """What it reads from its cache cannot be serialized again."""
+def test_jax_cache_skips_only_our_programs(kept):
+    """Programs that jax reads from its cache cannot be serialized again."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     process().prepare(zeros(), FILLED, LANES)
     assert [each.name for each in kept.parent.iterdir()] == [kept.name]
@@ -199,7 +199,7 @@ def test_jax_keeps_no_second_copy_and_goes_on_keeping(kept):
     assert len([*kept.parent.iterdir()]) > 1
 
 
-def test_what_jax_read_from_its_cache_is_not_kept(kept, monkeypatch):
+def test_programs_from_jax_cache_are_not_stored(kept, monkeypatch):
     """Its functions would be lost, and the next process could not run it."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     monkeypatch.setattr(compilation, "without_jax_cache", contextlib.nullcontext)
@@ -209,7 +209,7 @@ def test_what_jax_read_from_its_cache_is_not_kept(kept, monkeypatch):
     assert not [*kept.iterdir()]
 
 
-def test_the_oldest_are_deleted(kept, monkeypatch):
+def test_oldest_files_are_deleted(kept, monkeypatch):
     program, sizes = process(), (2, 3, 4, 5)
     for rows in sizes[:3]:
         program.prepare(np.zeros((rows, 3), np.float32), FILLED, LANES)
@@ -242,7 +242,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_key_depends_on_what_compiles(kept, monkeypatch, change):
+def test_key_depends_on_compiler_and_versions(kept, monkeypatch, change):
     del kept
     before = key(zeros(), FILLED, LANES)
     assert before == key(zeros(), FILLED, LANES)
@@ -278,7 +278,7 @@ def test_a_key_depends_on_settings_and_shapes_not_values(kept):
     assert key(np.zeros((2, 3), np.float32), FILLED, LANES) == keys[0]  # where it is by default
 
 
-def test_nothing_is_kept_once_the_source_has_changed(kept, monkeypatch):
+def test_programs_of_changed_source_are_not_stored(kept, monkeypatch):
     executables._source.cache_clear()
     monkeypatch.setattr(executables, "_BEGUN", 0.0)
     assert key(zeros(), FILLED, LANES) is None
@@ -290,8 +290,8 @@ def local(kept, hidden, lanes):
     return kept
 
 
-def test_programs_whose_source_is_unknown_are_not_kept(kept):
-    """A policy of the user's, and functions of scripts: their source is in no key."""
+def test_programs_of_unknown_source_are_not_stored(kept):
+    """Policies of users, and functions of scripts: their source is not part of the key."""
 
     class Own(dms_jax.TOVA):
         pass
@@ -335,7 +335,7 @@ def keys_of(name: str) -> list[str | None]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_program_closes_over_arrays(name):
-    """Their values would be in an executable, and in no key."""
+    """Their values would be part of the executable but not of its key."""
     engine = Engine(model_for("vanilla"), POLICIES[name], num_lanes=2, max_tokens=64)
     for program, given in calls_of(engine):
         traced = program.jitted.trace(*given)
@@ -354,7 +354,7 @@ print(*test_executables.keys_of("SnapKV"))
 """
 
 
-def test_keys_are_those_of_another_process(kept):
+def test_keys_are_equal_in_another_process(kept):
     """No key depends on addresses, or on the order of a set."""
     own = keys_of("SnapKV")
     assert None not in own
@@ -373,7 +373,7 @@ def test_keys_are_those_of_another_process(kept):
 @pytest.mark.parametrize(
     "mesh", [None, pytest.param((2, 2), marks=pytest.mark.nightly)], ids=["device", "mesh"]
 )
-def test_compiled_and_read_programs_answer_alike(kept, monkeypatch, mesh, grammar):
+def test_compiled_and_loaded_programs_answer_alike(kept, monkeypatch, mesh, grammar):
     held = None if grammar is None else Grammar.regex(grammar)
     sampling = dataclasses.replace(SHORT, grammar=held)
     place = None if mesh is None else dms_jax.make_mesh(*mesh)
@@ -392,12 +392,13 @@ def test_compiled_and_read_programs_answer_alike(kept, monkeypatch, mesh, gramma
         answers.append([each.tokens for each in completions])
         read.append(made.read)
     assert read[0] == 0
-    # On a mesh jax keeps some of its own. With a grammar its programs are new to this process.
+    # On a mesh jax stores some programs itself. With a grammar the programs are new to this
+    # process.
     assert read[1] >= len([*kept.iterdir()]) >= (5 if grammar is None else 3)
     assert answers[0] == answers[1]
 
 
-def test_the_runtime_is_imported_before_an_executable_is_loaded(kept, monkeypatch):
+def test_runtime_is_imported_before_loading(kept, monkeypatch):
     seen = []
     monkeypatch.setattr(executables, "import_runtime", lambda platform: seen.append(platform))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The worker subprocesses: answers belong to their questions; a dead process is replaced."""
+"""The worker processes: every question gets its own answer; a dead process is replaced."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Figures as JSON: what is unknown is null, and nothing else becomes it."""
+"""Figures as JSON: NaN and infinity become null, and nothing else does."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from dms_jax.json_text import json_text
 
 
 def strictly(text):
-    """What a reader of JSON reads, who knows no NaN."""
+    """Parses JSON strictly, refusing NaN."""
 
     def refuse(word):
         raise ValueError(f"{word} is not JSON")
@@ -19,7 +19,7 @@ def strictly(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_what_is_unknown_is_null_at_any_depth():
+def test_nan_becomes_null_at_any_depth():
     data = {
         "mean": 1.5,
         "error": math.nan,
@@ -40,13 +40,13 @@ def test_what_is_unknown_is_null_at_any_depth():
     }
 
 
-def test_the_layout_is_that_of_json():
+def test_layout_equals_that_of_json():
     data = {"a": [1, 2.5], "b": {}}
     assert json_text(data) == json.dumps(data)
     assert json_text(data, indent=1) == json.dumps(data, indent=1)
 
 
-def test_what_is_no_json_is_refused():
+def test_values_outside_json_are_refused():
     with pytest.raises(TypeError, match="float32"):
         json_text({"loss": np.float32("nan")})
     assert json_text({"out": pathlib.PurePosixPath("a/b")}, default=str) == '{"out": "a/b"}'

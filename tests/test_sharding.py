@@ -65,8 +65,8 @@ def cache_of(policy, num_sequences=4):
         (1, 8, [[0, 2, 4, 6, 1, 3, 5, 7]]),  # it must span them
     ],
 )
-def test_slow_links_lie_along_data(monkeypatch, data, model, expected):
-    """Two hosts, whose devices are numbered in turn."""
+def test_data_axis_takes_the_slow_links(monkeypatch, data, model, expected):
+    """Two hosts with alternating device numbers."""
     hosts = {device: device.id % 2 for device in jax.devices()}
     monkeypatch.setattr(type(jax.devices()[0]), "slice_index", property(hosts.get), raising=False)
     mesh = sharding.make_mesh(data, model)
@@ -75,8 +75,8 @@ def test_slow_links_lie_along_data(monkeypatch, data, model, expected):
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize(("data", "model"), [(64, 4), (16, 16), (1, 256)])
-def test_a_torus_is_split_where_it_must_be(data, model):
-    """16 x 16 chips: `model` is neither of their axes, but a part of one."""
+def test_torus_axes_are_split_if_necessary(data, model):
+    """16 x 16 chips: `model` is a part of one of their axes."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:16x16").devices
     mesh = sharding.make_mesh(data, model, devices=devices)
     assert mesh.devices.shape == (data, model)
@@ -87,12 +87,12 @@ def test_a_torus_is_split_where_it_must_be(data, model):
 
 
 @pytest.mark.parametrize("per_row", [True, False])
-def test_a_state_that_declares_nothing_is_refused_by_class_and_field(per_row):
+def test_state_without_declared_axes_is_refused_by_name(per_row):
     with pytest.raises(ConfigError, match=r"^Silent\.notes declares no axes"):
         cache_of(Careless(per_row=per_row))
 
 
-def test_a_declaration_that_does_not_fit_is_refused():
+def test_mismatched_axes_are_refused():
     with pytest.raises(ConfigError, match="'pagse'; the axes of caches are layers, sequences"):
         axes("pagse")
     with pytest.raises(ConfigError, match=r"Silent.ring .* sequences, kv_heads, .* shape \(3,\)"):
@@ -106,7 +106,7 @@ class Pair(NamedTuple):
     pages: Any
 
 
-def test_the_innermost_declaration_counts_and_containers_make_none():
+def test_innermost_axes_count():
     @struct.dataclass
     class Outer:
         inner: Any = struct.field(metadata=axes("pages"))
@@ -151,8 +151,8 @@ def test_policies_declare_their_states_field_by_field():
     assert declared.pages.low == declared.pages.high == ("pages",)
 
 
-def test_experts_and_model_split_together_what_is_no_expert():
-    """Experts are split over the one and within over the other; where they cannot be, over both."""
+def test_experts_and_model_axes_split_other_parameters_together():
+    """Experts are split over `experts` and each one over `model`; otherwise over both together."""
     mesh = sharding.make_mesh(2, 2, experts=2)
     assert sharding.mesh_sizes(mesh) == (2, 1, 4)
     names = ("experts", "embed", "gate_up", "mlp")

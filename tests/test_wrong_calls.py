@@ -1,9 +1,9 @@
-"""Every entry point answers a wrong call with an error that says what, where and what to do.
+"""Every entry point answers a wrong call with an error that names it and says what to do.
 
-One wrong value an option. Kinds of values are in `tests/test_checks.py`, options of policies in
+One wrong value per option. Kinds of values are in `tests/test_checks.py`, options of policies in
 `tests/policies/test_policies.py`, those of engines in `tests/generation/test_options.py`, damaged
-files in `tests/checkpoint`. The calls are made as users make them, without jaxtyping's checks, so
-that a wrong type reaches the code.
+files in `tests/checkpoint`. Calls run as for users, without jaxtyping's checks, so that a wrong
+type reaches the code.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ FEWEST_CALLS = 150
 
 @dataclasses.dataclass
 class Case:
-    """A wrong call, the error it must raise, and what the message must say."""
+    """A wrong call, the error it must raise, and words of its message."""
 
     call: Callable[[], Any]
     error: str
@@ -58,7 +58,7 @@ def all_cases(scratch: pathlib.Path) -> dict[str, Case]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wrong_calls_say_what_was_wrong_and_leave_nothing(tmp_path, pytestconfig):
+def test_wrong_calls_name_the_error_and_write_nothing(tmp_path, pytestconfig):
     if pytestconfig.getoption("--jaxtyping-packages"):
         pytest.skip("jaxtyping's checks refuse what the code is to refuse")
     cases = all_cases(tmp_path)
@@ -86,7 +86,7 @@ def test_wrong_calls_say_what_was_wrong_and_leave_nothing(tmp_path, pytestconfig
 
 
 def files(scratch: pathlib.Path) -> set[str]:
-    """Returns what lies in a folder, but the checkpoint that is damaged on purpose."""
+    """Returns the files of a folder, except the checkpoint that is damaged on purpose."""
     found = {path.relative_to(scratch) for path in scratch.rglob("*")}
     return {str(path) for path in found if path.parts[0] != "damaged"}
 
@@ -105,7 +105,7 @@ def sampling_cases() -> dict[str, Case]:
         "stop empty": case(("stop", "empty"), stop=["a", ""]),
         "stop empty text": case(("stop", "empty"), stop=""),
         "stop ids": case(("stop", "a sequence, each a text"), stop=[13]),
-        "seed below zero": case(("seed", "at most 2**32 - 1"), seed=-1),
+        "seed below zero": case(("seed", "at most 4,294,967,295"), seed=-1),
         "seeds fraction": case(("seed", "whole number"), seed=[1, 0.5]),
         "logprobs number": case(("logprobs", "True or False"), logprobs=3),
     }
@@ -285,7 +285,7 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             page_size=16,
             sampling=big,
         ),
-        "page_size large": case("CapacityError", "a smaller page_size", page_size=2**31 - 1),
+        "page_size large": case("CapacityError", "a smaller `page_size`", page_size=2**31 - 1),
         "ids of 5001 digits": case(
             "DataError", "Prompt 0 holds a number of 16610 bits", prompts=[[10**5000]]
         ),
@@ -322,7 +322,7 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             "CapacityError", "Use fewer lanes", num_lanes=10**8, memory=10**7
         ),
         "engine prefill_tokens huge": engine(
-            "ConfigError", "prefill_tokens", "at most 2**31 - 1", prefill_tokens=10**30
+            "ConfigError", "prefill_tokens", "at most 2,147,483,647", prefill_tokens=10**30
         ),
         "conversation chunk huge": Case(
             lambda: dms_jax.Conversation(model, chunk=10**30), "ConfigError", ("chunk must be",)

@@ -1,4 +1,4 @@
-"""Analysis of policies: what heads keep and read, a latency model, a page."""
+"""Analysis of policies: tokens kept and read by heads, a latency model, an HTML page."""
 
 from dms_jax.analysis.page import View, eviction_page, token_texts
 from dms_jax.analysis.retention import NEVER, Retention, retention

@@ -1,8 +1,8 @@
 """Figure of `hyperscale`: score against reads and against peak tokens, with each system's frontier.
 
-The budgets are on logarithmic axes with plain numbers. Faint dots are points that another point of
-the same system surpasses; the line joins the others, and the system's name stands at its end.
-Squares are greedy answers; a system without one is drawn dashed and says so.
+The budgets are on logarithmic axes with plain numbers. Faint dots are points below their system's
+frontier; the line joins the frontier, with the system's name at its end. Squares are greedy
+answers; a system without one is dashed and labelled.
 matplotlib is imported where it is used.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dms_jax.checks import Number, require
 from dms_jax.evaluation import AXES, Axis, Hyperscaling, Method
 
-# Six colours that the usual kinds of colour blindness tell apart, dark enough for text on white.
+# Six colours that are distinct with common colour blindness, and dark enough for text on white.
 _COLOURS = ("#222222", "#c0392b", "#2471a3", "#7d8c2f", "#8e44ad", "#b9770e")
 MOST_SYSTEMS = len(_COLOURS)
 _TITLES: dict[Axis, str] = {
@@ -31,7 +31,7 @@ def hyperscaling_figure(
       path: output file; the suffix decides the format.
       result: from `hyperscale`.
       title: title of the figure.
-      method: which score is drawn.
+      method: the score to draw.
 
     Raises:
       ConfigError: there are no systems, or more than six.
@@ -41,7 +41,7 @@ def hyperscaling_figure(
     require(
         1 <= len(result.systems) <= MOST_SYSTEMS,
         f"The figure shows one to {MOST_SYSTEMS} systems, got {len(result.systems)}. Make a "
-        "Hyperscaling of the points of those to show.",
+        "Hyperscaling with the points of fewer systems.",
     )
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     figure.suptitle(title)
@@ -109,7 +109,7 @@ def _plain_log(axes, budgets: Sequence[float]) -> None:
 
 
 def label_heights(ends: Sequence[tuple[Number, Number]], gap: Number, *, log: bool) -> list[Number]:
-    """Returns the height of each line's label: the line's end, or lower where another is too close.
+    """Returns the height of each line's label: the line's end, or lower if another is too close.
 
     Args:
       ends: (x, y) of the last point of each line.

@@ -8,8 +8,8 @@ number (equations 2 and 3; there d = E = H D, d_ff = F, d_kv = K D, n = L, L = S
     seconds     max(operations / peak, bytes / bandwidth)                            (equation 6)
     share       of the cache's 4 L B S K D bytes, at that bandwidth, in those seconds  (figure 6)
 
-Only the cache grows with the batch in what is read, so compression by a ratio CR, which leaves
-S = tokens / CR live, is worth more the more sequences there are and the longer they get.
+Of the reads only the cache grows with the batch, so compression by a ratio CR, which leaves S =
+tokens / CR live, gains more with more and longer sequences.
 
 Two slips of the appendix are not repeated. Its equation 3 has 4 d d_ff where the key and value
 projections are read, which must be 4 d d_kv: equation 5 and the 7.5e9 parameters of its check
@@ -33,9 +33,9 @@ class Step:
 
     Attributes:
       operations: floating-point operations, two per multiply-accumulate.
-      weight_bytes: weights read from memory, whatever the batch.
+      weight_bytes: weights read from memory, independent of the batch.
       cache_bytes: keys and values read from memory.
-      compute_seconds, read_seconds: time of the operations alone, and of the reads alone.
+      compute_seconds, read_seconds: time of only the operations, and of only the reads.
     """
 
     operations: float
@@ -111,13 +111,13 @@ def step(
 
     Args:
       config: the model.
-      device: what the accelerator offers; see `dms_jax.devices.DEVICES`.
+      device: the accelerator's figures; see `dms_jax.devices.DEVICES`.
       tokens: length of each sequence.
       batch: number of sequences.
       compression_ratio: tokens over live tokens.
 
     Raises:
-      ConfigError: a number is not positive, or the device is none.
+      ConfigError: a number is not positive, or `device` is no Device.
     """
     if not isinstance(device, Device):
         raise ConfigError(f"The device must be a dms_jax.Device, got {device!r:.80}.")

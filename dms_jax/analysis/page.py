@@ -1,9 +1,8 @@
-"""A self-contained HTML page of a text and of what the heads kept of it, step by step.
+"""A self-contained HTML page that shows which tokens of a text the heads keep, step by step.
 
-One or more policies side by side, each with its compression and a map of its heads. A slider moves
-the query; tokens are coloured by the share of the heads that hold them then, or in two colours for
-the head that is chosen. Colours follow the reader's dark or light mode. Nothing is loaded from
-anywhere.
+Policies are shown side by side, each with its compression and a map of its heads. A slider moves
+the query; tokens are coloured by the share of heads that hold them at that step, or in two colours
+for a selected head. Colours follow the reader's dark or light mode. The page loads nothing.
 """
 
 import dataclasses
@@ -25,13 +24,13 @@ from dms_jax.policies import Policy, Vanilla
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What one policy did with one text.
+    """One policy's treatment of one text.
 
     Attributes:
       name: heading.
-      explanation: a sentence that says what the policy does.
+      explanation: a sentence about the policy.
       gone: see `Retention.gone`.
-      merges: whether tokens that are gone are part of a later one's slot.
+      merges: whether evicted tokens are merged into a later one's slot.
       read: share of the possible reads of each token's value; None if everything is read.
     """
 
@@ -63,7 +62,7 @@ class View:
 
 
 def explain(policy: Policy) -> str:
-    """Returns the first sentence of a policy's docstring; of one over another policy, of both."""
+    """Returns the first sentence of a policy's docstring, and of the policy under it if any."""
     does = (type(policy).__doc__ or policy.name).strip().splitlines()[0]
     over = getattr(policy, "over", None)
     return does if over in (None, Vanilla()) else f"{does} {explain(over)}"
@@ -72,8 +71,8 @@ def explain(policy: Policy) -> str:
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Returns the text that each token adds, spaces included; joined they give the whole text.
 
-    A single token may decode without its space, or to a part of a character. So the text of all
-    tokens so far is compared with the text of one token more.
+    A single token may decode without its space, or to part of a character. So each token's text is
+    the difference between decoding the tokens with and without it.
     """
     texts, before = [], ""
     for end in range(1, len(tokens) + 1):
@@ -91,17 +90,17 @@ def eviction_page(
     note: str = "",
     prompt_length: int = 0,
 ) -> str:
-    """Returns an HTML page of a text that shows what each head held of it.
+    """Returns an HTML page that shows which tokens of a text each head holds.
 
     Args:
       tokens: text of each token, from `token_texts`.
-      views: what each policy did with them, side by side.
+      views: the views of policies, shown side by side.
       title: heading.
       note: a sentence below it.
-      prompt_length: number of tokens that were a prompt, after which a mark is drawn.
+      prompt_length: number of prompt tokens, after which a mark is drawn.
 
     Raises:
-      ConfigError: there is no view, one is of another number of tokens, or the prompt is longer.
+      ConfigError: there is no view, a view has another number of tokens, or the prompt is longer.
     """
     require(bool(views), "eviction_page: give at least one view of the text (View.of).")
     for view in views:
@@ -119,7 +118,7 @@ def eviction_page(
         "prompt": int(prompt_length),
         "views": [_as_data(view) for view in views],
     }
-    # "</script" ends the script from within a string, and "<!--<script" hides its end.
+    # Inside a string, "</script" would end the script, and "<!--<script" would hide its end.
     packed = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": packed}
     return re.sub("@(TITLE|NOTE|DATA)@", lambda found: parts[found[1]], _template())

@@ -1,11 +1,11 @@
-"""A policy that records what the rows of another policy hold and read, and changes nothing else.
+"""A policy that records the tokens held and read by another policy, without other effects.
 
-The position of each token is stored in its slot, beside its key: `Recording` carries an array
-[N, P] of positions with the pages, which is written where keys are written and moved where keys are
-moved. So it says what the real cache holds, without knowing how any policy chooses.
+Each token's position is stored in its slot, beside its key: `Recording` carries an array [N, P] of
+positions with the pages, which is written and moved together with the keys. So it reflects the real
+cache, without knowledge of the policy.
 
-Chunks are of one token. After each, the row state says which tokens the query saw and, for policies
-that read less than they hold, how many query heads read each token's value.
+Chunks have one token. After each, the row state has the tokens that the query saw and, for policies
+that read less than they hold, the number of query heads that read each token's value.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class RecordedRows:
     """Row state of a recorded policy.
 
     Attributes:
-      inner: row state of the policy itself.
-      seen: which tokens the latest query saw, by position.
-      readers: number of query heads that read each token's value; None if they read all they see.
+      inner: row state of the recorded policy.
+      seen: tokens that the latest query saw, by position.
+      readers: number of query heads that read each token's value; None if they read everything.
     """
 
     inner: Any = struct.field(metadata=ROWS)
@@ -49,7 +49,7 @@ class RecordedRows:
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class RecordedPages:
-    """Page state of a recorded policy: its own, and the position of the token in each slot."""
+    """Page state: the recorded policy's, and the position of the token in each slot."""
 
     inner: Any = struct.field(metadata=PAGES)
     positions: Int[Array, "N P"] = struct.field(metadata=PAGES)
@@ -102,7 +102,7 @@ class Recording(Policy):
         return self.policy.retrofit
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
-        """See `Policy.groups`; each policy is recorded, and all values stay on the device."""
+        """See `Policy.groups`; records each group's policy, with all values on the device."""
         return tuple(
             LayerGroup(group.start, group.end, dataclasses.replace(self, policy=group.policy))
             for group in self.policy.groups(num_layers)
@@ -169,7 +169,7 @@ class Recording(Policy):
         )
 
     def written(self, state: PolicyState, chunk: Chunk, placement: Placement, pool) -> PolicyState:
-        """Records the position of the new token, and what its query is going to see."""
+        """Records the position of the new token, and the tokens that its query will see."""
         state = _outer(state, self.policy.written(_inner(state), chunk, placement, pool))
         new = chunk.tokens.positions[:, None, :]
         positions = put_slots(state.pages.positions, chunk.page_table, placement.slots, new)

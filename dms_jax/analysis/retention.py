@@ -1,7 +1,7 @@
 """Which tokens each head keeps, evicts, merges and reads, and when, for every policy.
 
 Sequences go token by token through the paged cache, prompts as prompts and the rest as an answer,
-under a policy that is recorded (`recording`). Everything else is worked out from two arrays:
+under a recorded policy (`recording`). Everything else follows from two arrays:
 
     gone[l, b, k, j]    position of the first query that no longer sees token j
     reads[l, b, k, j]   how often a query head read j's value in a decode step
@@ -9,8 +9,8 @@ under a policy that is recorded (`recording`). Everything else is worked out fro
     window 1, and tokens 0 and 2 are evicted when they leave it:
     # tokens: 0 1 2 3 4   gone: [2, NEVER, 4, NEVER, NEVER]
 
-A token that is cut after the last query has `gone` T; one that is still in the cache has NEVER. For
-policies that merge, "gone" means that the next token took its slot and the mean of both is there.
+A token cut after the last query has `gone` T; a token still in the cache has NEVER. For policies
+that merge, "gone" means that the next token took its slot, which holds the mean of both.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ NEVER = FOREVER  # later than any query
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """What the rows of B sequences of T tokens held: L layers, K KV heads.
+    """The tokens held by the rows of B sequences of T tokens: L layers, K KV heads.
 
     Attributes:
       policy: the policy that ran.
       tokens: the token ids.
-      prompt_lengths: number of tokens of each sequence that ran as a prompt.
+      prompt_lengths: number of prompt tokens of each sequence.
       gone: position of the first query that does not see the token; NEVER for those in the cache.
-      reads: how often a query head read the token's value after the prompt; None if the policy
-        reads everything that it holds.
+      reads: number of times a query head read the token's value after the prompt; None if the
+        policy reads everything that it holds.
       num_query_heads: query heads per KV head (G).
     """
 
@@ -61,30 +61,30 @@ class Retention:
 
     @property
     def merges(self) -> bool:
-        """Whether tokens that are gone are part of the mean in the slot of a later one."""
+        """Whether evicted tokens are part of the mean in a later token's slot."""
         policy = self.policy.over if isinstance(self.policy, SelectiveReading) else self.policy
         return isinstance(policy, Merging)
 
     def lifetimes(self) -> Int[np.ndarray, "L B K T"]:
-        """Returns how many queries saw each token, its own included."""
+        """Returns the number of queries that saw each token, its own included."""
         return np.minimum(self.gone, self.length) - np.arange(self.length)
 
     def seen_by(self, query: int) -> Bool[np.ndarray, "L B K T"]:
-        """Returns which tokens the query at this position saw: what the cache held then."""
+        """Returns the tokens that the query at this position saw (the cache's content then)."""
         return (self.gone > query) & (np.arange(self.length) <= query)
 
     def live(self) -> Int[np.ndarray, "L B K T"]:
-        """Returns how many slots of each row were in use while each token attended."""
+        """Returns the number of slots of each row in use while each token attended."""
         left = np.zeros((*self.gone.shape[:-1], self.length + 1), np.int64)
         rows = np.indices(self.gone.shape)[:-1]
         np.add.at(left, (*rows, np.minimum(self.gone, self.length)), 1)
         return np.arange(1, self.length + 1) - np.cumsum(left, -1)[..., : self.length]
 
     def read_shares(self) -> Float[np.ndarray, "L B K T"]:
-        """Returns how often each token's value was read, of the times that it could have been.
+        """Returns each token's reads as a share of its possible reads.
 
-        These are the decode steps after the prompt in which the token was in the cache, times the
-        query heads of the group. NaN for tokens that were gone before, or if there is no step.
+        Possible reads are the decode steps after the prompt with the token in the cache, times the
+        query heads of the group. NaN for tokens gone before, or without such steps.
         """
         first = np.maximum(np.arange(self.length), self.prompt_lengths[:, None])[None, :, None]
         steps = np.maximum(np.minimum(self.gone, self.length) - first, 0)
@@ -101,15 +101,15 @@ def retention(
     prompt_lengths: Int[np.ndarray, " B"] | None = None,
     page_size: int = 16,
 ) -> Retention:
-    """Runs sequences through the cache and returns which tokens each head kept and read.
+    """Runs sequences through the cache and returns the tokens that each head kept and read.
 
     Args:
       model: the model.
       tokens: token ids of sequences of one length.
-      policy: the policy; the checkpoint's own if None.
+      policy: the policy; the checkpoint's if None.
       prompt_lengths: number of tokens that run as a prompt, for policies that treat prompts
         differently; 0 if None. A budget given as a `compression_ratio` is a share of the tokens.
-      page_size: slots per page; what Quest reads depends on it.
+      page_size: slots per page; affects the reads of Quest.
 
     Raises:
       ConfigError: the policy or the page size does not fit, or the model is on a mesh.
@@ -121,8 +121,8 @@ def retention(
     )
     require(
         model.config.window is None,
-        "retention shows what a policy keeps in every layer, and some layers of this model keep a "
-        "window under any policy.",
+        "retention shows the tokens that a policy keeps in all layers, and some layers of this "
+        "model have a window under any policy.",
     )
     tokens = whole_numbers("token ids", tokens)
     if tokens.ndim != 2 or not tokens.size:
@@ -140,7 +140,7 @@ def retention(
     policy = model.resolve_policy(policy)
     recorder = Recording(policy, length, selects(policy))
     engine = Engine(
-        dataclasses.replace(model, policy=policy),  # checked, and warned of, above
+        dataclasses.replace(model, policy=policy),  # checked above
         recorder,
         num_lanes=batch,
         max_tokens=length,
@@ -178,7 +178,7 @@ def _run(
             extra = np.zeros(batch, int)
             extra[lanes] = 1
             runner.reservation.reserve(extra, prompt=prompt)
-            # Lanes of the other kind take part with no token: one shape, one compilation.
+            # Lanes of the other kind take part without tokens, for one shape and one compilation.
             part = {lane: tokens[lane, position : position + extra[lane]] for lane in range(batch)}
             shape = Shape(width=1, entries=batch, places=None, one_pass=prompt)
             ends = [lane for lane in lanes if prompt and position + 1 == prompts[lane]]
@@ -194,7 +194,7 @@ def _run(
 
 
 def _held(runner: Runner, length: int) -> Bool[np.ndarray, "L B K T"]:
-    """Returns which tokens are in the cache now, after any cut."""
+    """Returns the tokens in the cache now, after any cut."""
     lengths, allocator = runner.reservation.lengths, runner.reservation.allocator
     held = np.zeros((*lengths.shape, length), bool)
     pages = np.asarray(runner.cache.page_state.positions)

@@ -1,4 +1,4 @@
-"""Real small models, and text for them, to work on at once.
+"""Small real models, and texts for them.
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
@@ -9,9 +9,9 @@
   (CDLA-Sharing-1.0).
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
 
-Each lies beside its licence and a README. A checkout has all of them. The wheel carries the first
-model, the adapter and the first two parts of the stories; `fetch()` gets the others
-(`fetching.py`), and so does a command of `dms-jax` that needs one.
+Each has its licence and a README beside it. A checkout has all of them. The wheel has the first
+model, the adapter and the first two parts of the stories; `fetch()` downloads the others
+(`fetching.py`), as does a command of `dms-jax` that needs one.
 """
 
 import gzip
@@ -31,19 +31,18 @@ NAMES = {
     "tinystories",
 }
 _BOOKS = ("war_and_peace", "moby_dick")
-# Shares of each book by its paragraphs: fourteen sixteenths to train on, one each to hold out.
+# Parts of each book by paragraphs: 14/16 for training, 1/16 each for validation and test.
 _BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
 
 
 def path(name: str) -> pathlib.Path:
     """Directory of a model or a text.
 
-    They are "stories260k", "reasoner-11m", "reasoner-11m-dms", "tinystories", "books" and
+    Names are "stories260k", "reasoner-11m", "reasoner-11m-dms", "tinystories", "books" and
     "smollm2-135m-instruct-dms".
 
     Raises:
-        DataError: there is none of that name, or it did not come with the wheel and was not
-            fetched.
+        DataError: the name is unknown, or the asset is not in the wheel and was not fetched.
     """
     if name not in NAMES:
         raise DataError(f"no asset is called {name!r}; there are {', '.join(sorted(NAMES))}")
@@ -57,7 +56,7 @@ def stories(split: str) -> list[str]:
     """Stories of TinyStories: "train" (1 MB), "more" to train on (5.6 MB), "valid" to evaluate.
 
     Raises:
-        DataError: there is no such split, or it was not fetched.
+        DataError: the split is unknown, or was not fetched.
     """
     if split not in ("train", "more", "valid"):
         raise DataError(f"TinyStories has three parts, train, more and valid, not {split!r}")
@@ -72,10 +71,10 @@ def stories(split: str) -> list[str]:
 
 
 def books(split: str) -> list[str]:
-    """A part of each novel, one paragraph a line: "train", "validation" or "test".
+    """A part of each novel, one paragraph per line: "train", "validation" or "test".
 
     Raises:
-        DataError: there is no such part, or the books were not fetched.
+        DataError: the part is unknown, or the books were not fetched.
     """
     if split not in _BOOK_PARTS:
         raise DataError(f"the books have the parts {', '.join(_BOOK_PARTS)}, not {split!r}")

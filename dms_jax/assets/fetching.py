@@ -1,9 +1,9 @@
-"""Find assets, and fetch those that the wheel leaves out.
+"""Find assets, and fetch those that are not in the wheel.
 
-Assets are searched for beside this file (a checkout has them all), in the folder that the
-environment variable DMS_JAX_ASSETS names, and in `cache()`, where `fetch` puts them. `fetch` reads
-the files of this version from the project's repository (pyproject.toml), or from the folder or
-address that the caller gives, and keeps a file only if its SHA-256 is the one in `fetched.json`.
+Assets are searched for beside this file (a checkout has them all), in the folder of the environment
+variable DMS_JAX_ASSETS, and in `cache()`, where `fetch` puts them. `fetch` reads this version's
+files from the project's repository (pyproject.toml), or from a given folder or address, and keeps a
+file only if its SHA-256 matches `fetched.json`.
 """
 
 import functools
@@ -20,12 +20,12 @@ from dms_jax.errors import ConfigError, DataError
 
 OWN = pathlib.Path(__file__).parent
 VARIABLE = "DMS_JAX_ASSETS"
-SECONDS = 60  # without a byte until a connection is given up
+SECONDS = 60  # timeout of a connection without data
 
 
 @functools.cache
 def listed() -> dict[str, dict[str, str | int]]:
-    """The files that the wheel leaves out: {"books/README.md": {"bytes": ..., "sha256": ...}}."""
+    """The files that are not in the wheel: {"books/README.md": {"bytes": ..., "sha256": ...}}."""
     return json.loads((OWN / "fetched.json").read_text(encoding="utf-8"))
 
 
@@ -39,9 +39,9 @@ def find(name: str, holding: str | None = None) -> pathlib.Path | None:
     """The directory of an asset; None if it is not on this machine.
 
     Args:
-      name: of the asset.
-      holding: a file that the directory must hold. By default all files that `fetched.json` lists,
-        or the README if it lists none.
+      name: name of the asset.
+      holding: a file that the directory must contain; by default all files listed in
+        `fetched.json`, or the README if there are none.
     """
     wanted = [name for name in [holding] if name] or ["README.md"]
     if holding is None and not (OWN / name / "README.md").is_file():
@@ -86,19 +86,19 @@ def fetch(
     to: pathlib.Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> pathlib.Path:
-    """Fetches assets that the wheel leaves out, unless they are on this machine already.
+    """Fetches assets that are not in the wheel, unless they are on this machine already.
 
     Args:
-      names: of the assets; all by default.
+      names: names of the assets; all by default.
       source: folder or address to read from; by default this version in the project's repository.
       to: folder to write to; `cache()` by default.
       tell: called with a line of text before each file.
 
     Returns:
-      The folder that was written to.
+      The folder with the assets.
 
     Raises:
-      ConfigError: no asset that can be fetched has such a name.
+      ConfigError: a name is not that of a fetchable asset.
       DataError: a file cannot be read, or its SHA-256 is wrong.
     """
     known = sorted({file.partition("/")[0] for file in listed()})

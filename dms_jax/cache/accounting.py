@@ -1,7 +1,7 @@
-"""How much of the cache a request used: reads, live tokens, peak, bytes.
+"""The cache use of a request: reads, live tokens, peak, bytes.
 
-Reads and tokens are averages over layers and KV heads, so that the vanilla cache reads t entries at
-step t and holds T tokens after T, whatever the shape of the model.
+Reads and tokens are averages over layers and KV heads, so for any model the vanilla cache reads t
+entries at step t and holds T tokens after T.
 """
 
 import dataclasses
@@ -16,37 +16,35 @@ class Usage:
     """Cache use of one request (appendix of the DMS paper: the two budgets of figure 3).
 
     The figures count exactly the decisions of this run. Another run of the same tokens, in another
-    batch or computed in another way, may round a decision near its threshold differently, and its
-    figures then differ by that token and by what follows from it: seldom in float32, often in
-    bfloat16.
+    batch or with other kernels, may round a decision near its threshold differently; its figures
+    then differ by that token and the consequences: seldom in float32, often in bfloat16.
 
     Attributes:
       prompt_tokens: tokens of the prompt.
       new_tokens: tokens generated.
       kv_reads: key-value entries read by the decode steps, summed over steps and averaged over
-        (layer, KV head). Reads for page selection (Quest) count, and so do those that score a row
-        again before an eviction (SnapKV and similar policies). A row that each query head reads
-        separately counts once per query head.
+        (layer, KV head). Reads for page selection (Quest) count, as do reads to score a row before
+        an eviction (SnapKV and similar policies). A row that each query head reads separately
+        counts once per query head.
       peak_tokens: the most live entries after any token, prompt tokens included, averaged over
         (layer, KV head): the papers' peak, as if tokens were processed one by one.
-      peak_held_tokens: the most entries held at once, averaged likewise. A prompt chunk that runs
-        in one pass is held in full besides the earlier entries until its evictions take effect, so
+      peak_held_tokens: the most entries held at once, averaged in the same way. A one-pass prompt
+        chunk is held in full, in addition to earlier entries, until its evictions take effect, so
         this figure depends on the chunk size and on preemption.
-      live_tokens: live entries at the end, averaged likewise, after any eviction that the last
-        token caused. A cut of whole rows (SnapKV and similar policies) by a token that completed a
-        stop string is left out if later tokens ran before it was found.
+      live_tokens: live entries at the end, averaged in the same way, after any eviction by the last
+        token. A cut of whole rows (SnapKV and similar policies) by a token that completed a stop
+        string is not counted if later tokens ran before the string was found.
       compression_ratio: tokens seen divided by live entries, both at the end.
-      cache_bytes: device bytes of this sequence at the end: the pages of its entries, without what
-        is reserved beyond them, and the policy's state. For a request that ends while it waits:
-        what it held before its preemption; 0 if it never began.
+      cache_bytes: device bytes of this sequence at the end: the pages of its entries, without
+        further reserved pages, and the policy's state. For a request that ends while it waits: the
+        bytes before its preemption; 0 if it never started.
       peak_cache_bytes: the highest device bytes, with the pages reserved for the running chunk.
-      host_bytes: bytes of values in host memory at the end (KCache); the other figures leave them
-        out.
-      prefilled_tokens: tokens that were computed as a prompt for this request: all of its prompt,
-        or none if an equal request's prefill served this one too. After a preemption, everything
-        that is computed again counts again. The other figures are those of a request that reads its
-        prompt itself.
-      cached_tokens: tokens of the prompt that a cached prefix provided.
+      host_bytes: bytes of values in host memory at the end (KCache), which no other figure
+        includes.
+      prefilled_tokens: tokens prefilled for this request: all of its prompt, or none if it shares
+        the prefill of an equal request. Tokens recomputed after a preemption count again. The other
+        figures are as if the request had prefilled its prompt itself.
+      cached_tokens: tokens of the prompt from a cached prefix.
     """
 
     prompt_tokens: int
@@ -74,7 +72,7 @@ class Meter:
       held: the most entries held at once so far.
       live: live entries after the last token.
       peak_bytes: the most bytes so far.
-      prefilled: prompt tokens that were computed so far.
+      prefilled: prompt tokens computed so far.
       cached: prompt tokens that were in the cache already.
     """
 
@@ -120,12 +118,12 @@ class Meter:
         """Adds the tokens of a cached prefix, within which rows never shrank.
 
         Args:
-          live: live entries after it, and so the most after any of its tokens.
+          live: live entries after it, which is also the most after any of its tokens.
         """
         self.live, self.peak, self.held = live, max(self.peak, live), max(self.held, live)
 
     def finish(self, live: int) -> None:
-        """Sets the live entries at the end, after any eviction that the last token caused."""
+        """Sets the live entries at the end, after any eviction by the last token."""
         self.live = live
 
     def usage(

@@ -1,4 +1,4 @@
-"""How a pool stores vectors in fewer bits than they are computed in."""
+"""Formats that store a pool's vectors in fewer bits."""
 
 import abc
 from typing import Any
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 class Format(abc.ABC):
     """A way to store keys and values: numbers and their scales.
 
-    Formats are frozen dataclasses: a pool carries its own as a static field.
+    Formats are frozen dataclasses; a pool's format is a static field.
     """
 
     @abc.abstractmethod
@@ -19,10 +19,10 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def dequantize(self, values: Array, scales: Array, dtype: Any) -> Float[Array, "*slots D"]:
-        """Returns the vectors that stored ones stand for."""
+        """Returns the vectors, dequantized."""
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Rotates vectors into the frame of what is stored, in a dtype that has room for them."""
+        """Rotates vectors into the frame of stored ones, in a dtype with enough range."""
         return x
 
     def rotate_back(self, x: Float[Array, "*slots D"], dtype: Any) -> Float[Array, "*slots D"]:

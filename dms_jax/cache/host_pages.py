@@ -1,12 +1,12 @@
-"""Pages in host memory: the contents of pages that cached prefixes gave up on the device.
+"""Pages in host memory: contents of pages that cached prefixes gave up on the device.
 
-A page on the host knows the page on the device that holds the same, and the other way round, so
-that prefixes which share a page share it here, too, and nothing is copied twice:
+Equal pages on the host and the device are linked, so that prefixes that share a page on the device
+share it here too, and nothing is copied twice:
 
     device   page 7 (prefixes A, B)     A leaves:  page 7 is copied to host page 2, B keeps page 7
     host                                B leaves:  host page 2 again, and page 7 is free
 
-Copies to the host run while the device goes on; what is read here waits for them.
+Copies to the host run in the background; reads here wait for them.
 """
 
 import collections
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 NO_PAGE = -1
-_IN_FLIGHT = 8  # blocks on their way to the host, which the device holds beside its pool
+_IN_FLIGHT = 8  # blocks on their way to the host; the device holds them beside its pool
 
 
 class HostPages:
@@ -45,7 +45,7 @@ class HostPages:
         return len(self._uses) - len(self._free)
 
     def bytes_of(self, pages: Int[np.ndarray, " n"]) -> int:
-        """Returns the bytes of those pages of the device that are not here yet."""
+        """Returns the bytes of the given device pages that are not here yet."""
         missing = int(np.count_nonzero(self._host_of[pages] == NO_PAGE))
         return missing * sum(x[0].nbytes for x in jax.tree.leaves(self._pages))
 
@@ -55,22 +55,22 @@ class HostPages:
         read: Callable[[Int[np.ndarray, " n"]], Any],
         make_room: Callable[[], bool],
     ) -> Int[np.ndarray, " n"] | None:
-        """Copies pages of the device that are not here yet; returns the host page of each.
+        """Copies device pages that are not here yet; returns the host page of each.
 
         Args:
           pages: pages of the device.
-          read: launches the copy of a block of them; returns its arrays on the device.
-          make_room: gives up the oldest prefix here; False if there is none.
+          read: launches the copy of a block of pages; returns its arrays on the device.
+          make_room: drops the oldest prefix here; returns False if there is none.
 
         Returns:
           None if there is no room.
         """
         slots = self._host_of[pages]
         known = slots != NO_PAGE
-        self._uses[slots[known]] += 1  # before others make room
+        self._uses[slots[known]] += 1  # before making room for other pages
         missing = pages[~known]
         while len(missing) > len(self._free):
-            # What can never fit evicts nothing.
+            # If the pages can never fit, evict nothing.
             if len(missing) > len(self._uses) or not make_room():
                 self.drop(slots[known])
                 return None
@@ -84,12 +84,12 @@ class HostPages:
             for leaf in jax.tree.leaves(arrays):
                 leaf.copy_to_host_async()
             self._writing.append((own[some], arrays))
-            while len(self._writing) > _IN_FLIGHT or self._oldest_is_there():
+            while len(self._writing) > _IN_FLIGHT or self._oldest_arrived():
                 self._write_oldest()
         return slots
 
     def read(self, slots: Int[np.ndarray, " n"]) -> Iterator[tuple[Int[np.ndarray, " b"], Any]]:
-        """Yields blocks of pages: which of `slots`, and their contents, padded to a block."""
+        """Yields blocks of pages: their indices in `slots`, and contents, padded to a block."""
         while self._writing:
             self._write_oldest()
         for start in range(0, len(slots), self.block):
@@ -97,7 +97,7 @@ class HostPages:
             padded = np.resize(slots[which], self.block)
             yield which, jax.tree.map(lambda x, own=padded: x[own], self._pages)
 
-    def _oldest_is_there(self) -> bool:
+    def _oldest_arrived(self) -> bool:
         oldest = self._writing[0][1] if self._writing else ()
         return bool(oldest) and all(leaf.is_ready() for leaf in jax.tree.leaves(oldest))
 
@@ -116,21 +116,21 @@ class HostPages:
         self._device_of[freed] = NO_PAGE
 
     def on_device(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Returns the page of the device that holds the same as each; NO_PAGE where none does."""
+        """Returns the equal device page of each host page; NO_PAGE without one."""
         return self._device_of[slots]
 
     def match(self, slots: Int[np.ndarray, " n"], pages: Int[np.ndarray, " n"]) -> None:
-        """Notes that pages here and on the device hold the same."""
+        """Links equal pages here and on the device."""
         self._device_of[slots], self._host_of[pages] = pages, slots
 
     def forget_device(self, pages: Int[np.ndarray, " n"]) -> None:
-        """Notes that pages of the device are free."""
+        """Unlinks device pages, which are free now."""
         slots = self._host_of[pages]
         self._device_of[slots[slots != NO_PAGE]] = NO_PAGE
         self._host_of[pages] = NO_PAGE
 
     def clear(self) -> None:
-        """Drops all pages and their links to pages of the device."""
+        """Drops all pages and their links to device pages."""
         self._writing.clear()
         self._uses[:] = 0
         self._free = np.arange(len(self._uses), dtype=np.int32)[::-1]

@@ -1,8 +1,8 @@
 """Values in host memory (KCache): a store that compiled programs read and the host writes.
 
-A program cannot write the store that it reads: carried through a loop, it would be copied in every
-iteration (measured: 39 ms for 268 MB). So the store is read-only inside a program, and the values
-of the program's own tokens are kept in a `Tail` on the device, a few tokens per row:
+A program cannot write the store that it reads: carried through a loop, the store would be copied in
+every iteration (measured: 39 ms for 268 MB). So it is read-only inside a program, and a `Tail` on
+the device holds the values of the program's own tokens, a few per row:
 
     program   reads store[page, offset], or the tail if that holds a newer value of the slot
     host      between programs: store[page, offset] = tail, in order, so that the last one wins
@@ -89,8 +89,8 @@ class HostRows:
 
     Attributes:
       rows: one value per slot of the pages in host memory, in the order of the pages.
-      first_page: the first page whose values are in host memory; those of the pages before it are
-        on the device (KCache's first layers).
+      first_page: the first page with values in host memory; values of earlier pages are on the
+        device (KCache's first layers).
     """
 
     rows: Shaped[Array, "S D"]
@@ -99,13 +99,13 @@ class HostRows:
     def fetch(
         self, page: Int[Array, "*shape"], offset: Int[Array, "*shape"], page_size: int
     ) -> Shaped[Array, "*shape D"]:
-        """Returns the values of single slots; arbitrary ones where a number is no page."""
+        """Returns the values of single slots; arbitrary for an invalid page number."""
         flat = (page - self.first_page) * page_size + offset
         flat = jnp.clip(flat, 0, self.rows.shape[0] - 1).reshape(-1)
         return fetch_rows(self.rows, flat).reshape(*page.shape, -1)
 
     def fetch_pages(self, page: Int[Array, " n"], page_size: int) -> Shaped[Array, "n P D"]:
-        """Returns the values of whole pages; arbitrary ones where it is no page on the host."""
+        """Returns the values of whole pages; arbitrary for a page that is not on the host."""
         own = page - self.first_page
         own = jnp.where((own >= 0) & (own < self.rows.shape[0] // page_size), own, -1)
         values = fetch_rows(self.rows, own, block=page_size)
@@ -119,7 +119,7 @@ class HostRows:
         slots: Int[Array, "B K n"],
         page_size: int,
     ) -> Shaped[Array, "B K n D"]:
-        """Returns the values of a row's slots, from the tail where it is newer."""
+        """Returns the values of a row's slots, from the tail where that is newer."""
         page = jnp.take_along_axis(page_table, slots // page_size, axis=-1, mode="clip")
         stored = self.fetch(page, slots % page_size, page_size)
         newer, found = tail.newest(layer, slots)
@@ -127,10 +127,10 @@ class HostRows:
 
 
 class HostValues:
-    """The store itself, of `num_pages` pages from `first_page` on.
+    """The store, with `num_pages` pages from `first_page` on.
 
     Attributes:
-      rows: the store as programs see it; its memory changes between programs.
+      rows: the store as an argument of programs; its memory changes between programs.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class HostValues:
         page = np.take_along_axis(page_table, np.maximum(slots, 0) // self.page_size, axis=-1)
         flat = (page - self.rows.first_page) * self.page_size + slots % self.page_size
         mine = (slots >= 0) & (flat >= 0) & (flat < len(self._view))
-        # Of two values for one slot, that of the later token comes last and wins.
+        # Of two values for one slot, the later token's comes last and wins.
         self._view[flat[mine]] = values[mine]
 
     def copy(self, pages: Int[np.ndarray, "2 n"]) -> None:

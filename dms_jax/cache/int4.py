@@ -5,15 +5,15 @@
     y ~ s c,  c = round(y / s), -8 to 7
 
 The sign of the scale puts the extreme number of a group at -8, so that all 16 integers are used.
-The error is at most |s| / 2, and |s| (1 + 2^-5) where a number of the other sign is beyond 7.5 |s|.
-A rotated number may be sqrt(D) times the largest one: beyond the largest of bfloat16 (3.4e38) it
-becomes that, so that s c is finite in float32. Infinities and NaN in x are NaN in what is read.
+The error is at most |s| / 2, or |s| (1 + 2^-5) if a number of the other sign exceeds 7.5 |s|. A
+rotated number may be sqrt(D) times the largest one; it is clipped to bfloat16's maximum (3.4e38),
+so that s c is finite in float32. Infinities and NaN in x are read as NaN.
 
-A few dimensions of keys are far larger than the others, and would take the whole range of their
-group. The rotation spreads them over the vector, whose numbers are then nearly Gaussian (QuaRot,
+A few dimensions of keys are far larger than the others, and would use up the range of their group.
+The rotation spreads them over the vector, whose numbers are then nearly Gaussian (QuaRot,
 arXiv:2404.00456; HIGGS, arXiv:2411.17525). It does not change attention: q.k = (H q).(H k), and the
 weighted sum of values is H times the sum of rotated values. So keys and values stay rotated in the
-cache, and a step rotates its queries, and its outputs back.
+cache, and a step rotates its queries and rotates its outputs back.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ from pallas_kernels.four_bits import pack, scaled
 
 _LEAST_SCALE = 2.0**-120  # scales stay normal numbers
 _LARGEST_SCALE = float(jnp.finfo(jnp.bfloat16).max) / 8
-# Sums of numbers beyond the first may overflow float32: such vectors are rotated in this unit.
+# Sums of numbers above the first limit may overflow float32; such vectors are rotated in the second
+# unit.
 _LARGE, _UNIT = 2.0**96, 2.0**16
 
 
@@ -40,8 +41,8 @@ class Int4(Format):
     """A cache of 4-bit integers.
 
     Attributes:
-      group: numbers that share a scale; of a head dim that it does not divide, as many as divide
-        both. None for the whole vector of a head.
+      group: numbers that share a scale; if it does not divide the head dim, their greatest common
+        divisor. None for the whole vector of a head.
       rotated: whether vectors are rotated before they are quantized.
     """
 
@@ -66,15 +67,15 @@ class Int4(Format):
         return pack(jnp.clip(codes, -8, 7).astype(jnp.int8).reshape(x.shape)), scales
 
     def dequantize(self, values: Array, scales: Array, dtype: Any) -> Float[Array, "*slots D"]:
-        """Returns the numbers that quantized slots stand for, rotated back."""
+        """Returns the dequantized numbers of slots, rotated back."""
         wide = scaled(values, scales, jnp.promote_types(dtype, jnp.float32))
         return self.rotate_back(wide, dtype)
 
     def rotate(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         """Rotates vectors into the frame of the pages.
 
-        Those of float16 become float32: a rotated number may be sqrt(D) times the largest one. As
-        queries they make attention compute in float32, whose keys and values are as large.
+        float16 becomes float32, because a rotated number may be sqrt(D) times the largest one. Such
+        queries make attention compute in float32, which the equally large keys and values need.
         """
         turned = self._turn(x)
         return turned if x.dtype == jnp.float16 else turned.astype(x.dtype)
@@ -84,14 +85,14 @@ class Int4(Format):
         return within(self._turn(x), dtype)
 
     def _turn(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        """Returns rotated vectors, in float32 at least; twice gives the vectors."""
+        """Returns rotated vectors, in at least float32; the rotation is its own inverse."""
         turned, unit = self._turn_in_units(x)
         return turned * unit
 
     def _turn_in_units(
         self, x: Float[Array, "*slots D"]
     ) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots 1"]]:
-        """Returns the same in units of a power of two, in which no sum overflows, and these."""
+        """Like `_turn`, in units of a power of two in which no sum overflows; returns them too."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         large = jnp.abs(x).max(-1, keepdims=True) > _LARGE
         unit = jnp.where(large, _UNIT, 1.0).astype(x.dtype)

@@ -2,14 +2,14 @@
 
 Pages are reserved before a compiled chunk runs and never allocated inside it. The allocator keeps
 the page table as a NumPy array and one free list per shard of the pool; a call costs a few NumPy
-operations, whatever the number of tokens.
+operations, independent of the number of tokens.
 
 An eviction does not free a page. The host reserves for the worst case, in which a chunk evicts
 nothing, and `trim` frees the difference once the lengths are known: under DMS, which reuses dead
-slots in place, and after a cut, which moves the tokens that stay to the row's first pages.
+slots in place, and after a cut, which moves the kept tokens to the row's first pages.
 
 A page may belong to several rows, and to cached prefixes (`generation.prefixes`), if nothing writes
-to it any more. Pages of prefixes alone count as free: whatever reserves pages reclaims them.
+to it any more. Pages held only by prefixes count as free: reserving reclaims them.
 """
 
 import functools
@@ -20,20 +20,20 @@ from jaxtyping import Bool, Int
 
 from dms_jax.errors import CapacityError
 
-_CELL_NUMBERS = 3  # that say what a cell holds: its row, its column and the page
+_CELL_NUMBERS = 3  # per changed cell: row, column, page
 
 
 class PageAllocator:
     """Allocates the pages of a pool to rows.
 
     Attributes:
-      table: Int32[L, B, K, M], the pages of each row, `no_page` where nothing is reserved. Page
-        numbers are local to the row's shard.
+      table: Int32[L, B, K, M], the pages of each row; `no_page` in unreserved cells. Page numbers
+        are local to the row's shard.
       reserved: Int32[L, B, K], pages reserved for each row.
 
-      reclaim: called with (number of a free list, pages that it lacks) before pages of prefixes are
-        reserved for rows; drops prefixes until enough are free.
-      on_free: called with pages that were given back and that nothing holds any more.
+      reclaim: called with (index of a free list, missing pages) before rows take pages of prefixes;
+        drops prefixes until enough are free.
+      on_free: called with freed pages that nothing holds any more.
 
     With `first` = (layers, pages), pages 0 ... pages - 1 of each shard are only for the rows of the
     first `layers` layers, and the other pages for the rows of the other layers.
@@ -69,7 +69,7 @@ class PageAllocator:
             for start, end in self._ranges
             for _ in range(shards)
         ]
-        # By shard and page: the rows that hold it, and the prefixes.
+        # By shard and page: the number of rows, and of prefixes, that hold it.
         self._rows = np.zeros((shards, pages_per_shard), np.int32)
         self._prefixes = np.zeros((shards, pages_per_shard), np.int32)
         self.reclaim: Callable[[int, int], None] | None = None
@@ -90,7 +90,7 @@ class PageAllocator:
         return min(len(free) for free in self._free)
 
     def pages_for(self, slots: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """Returns the number of pages that hold so many slots, ceil(slots / P)."""
+        """Returns the number of pages for `slots` slots, ceil(slots / P)."""
         return -(-np.asarray(slots) // self.page_size)
 
     def fits(self, slots: Int[np.ndarray, "L B K"]) -> bool:
@@ -98,8 +98,8 @@ class PageAllocator:
         return self._are_free(np.maximum(self.pages_for(slots) - self.reserved, 0))
 
     def _are_free(self, missing: Int[np.ndarray, "L B K"]) -> bool:
-        """Whether there are enough free pages, counting those that only prefixes hold."""
-        if missing.sum() <= self.free_pages:  # of any one shard
+        """Whether there are enough free pages, counting pages held only by prefixes."""
+        if missing.sum() <= self.free_pages:  # enough even if one shard needs all
             return True
         wanted = np.bincount(
             self._shard.ravel(), weights=missing.ravel(), minlength=len(self._free)
@@ -110,7 +110,7 @@ class PageAllocator:
         )
 
     def reserve(self, slots: Int[np.ndarray, "L B K"]) -> None:
-        """Reserves pages up to ceil(slots / P) for every row; rows that have more keep them.
+        """Reserves pages up to ceil(slots / P) for every row; rows with more keep them.
 
         Raises:
           CapacityError: a shard has too few free pages; then nothing is reserved.
@@ -135,7 +135,7 @@ class PageAllocator:
         self.reserved = target
 
     def _pop(self, number: int, count: int) -> Int[np.ndarray, " n"]:
-        """Takes pages from a free list, to which prefixes yield theirs if it is short."""
+        """Takes pages from a free list, reclaiming pages of prefixes if it is short."""
         if count > len(self._free[number]):
             assert self.reclaim is not None
             self.reclaim(number, count - len(self._free[number]))
@@ -154,7 +154,7 @@ class PageAllocator:
         self._keep(target)
 
     def _keep(self, target: Int[np.ndarray, "L B K"]) -> None:
-        """Frees the pages of each row beyond its first `target`, which are no more than it has."""
+        """Frees the pages of each row beyond its first `target` (at most its pages)."""
         rows, columns = _cells(target, self.reserved)
         table = self.table.reshape(-1, self.table.shape[-1])
         for shard in range(len(self._free)):
@@ -168,16 +168,16 @@ class PageAllocator:
     def _give_back(
         self, number: int, pages: Int[np.ndarray, " n"], uses: Int[np.ndarray, "shards N"]
     ) -> None:
-        """Frees pages of a free list as far as nothing else holds them; `uses` are those that end.
+        """Ends holds on pages of a free list (`uses`), and frees pages that nothing else holds.
 
         # _rows: [2, 1, 1]  _prefixes: [0, 0, 1]  pages: [0, 0, 1, 2]  freed: [0, 1]
         """
         shard = number % self._shards
         several = uses[shard, pages] > 1
-        uses[shard, pages[~several]] = 0  # each of them appears once
+        uses[shard, pages[~several]] = 0  # each appears once
         np.subtract.at(uses[shard], pages[several], 1)
         freed = pages[(self._rows[shard, pages] == 0) & (self._prefixes[shard, pages] == 0)]
-        if several.any():  # two rows may have given one back together
+        if several.any():  # two rows may give back the same page
             freed = freed[np.sort(np.unique(freed, return_index=True)[1])]
         self._free[number] = np.concatenate([self._free[number], freed])
         if self.on_free is not None and len(freed):
@@ -186,7 +186,7 @@ class PageAllocator:
     # -- prefixes, in a pool of one shard ---------------------------------------------------------
 
     def _reclaimable(self, number: int) -> int:
-        """Pages of a free list's part of the pool that prefixes alone hold."""
+        """Number of pages of a free list's range that are held only by prefixes."""
         return int(np.count_nonzero(self._only_prefixes(number)))
 
     def _only_prefixes(self, number: int) -> Bool[np.ndarray, " n"]:
@@ -200,30 +200,30 @@ class PageAllocator:
         return int(np.count_nonzero(self._prefixes))
 
     def yields(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " lists"]:
-        """Returns how many pages each free list gains if one prefix gives up these."""
+        """Returns the number of pages that each free list gains if one prefix gives up these."""
         last = (self._rows[0, pages] == 0) & (self._prefixes[0, pages] == 1)
         return np.bincount(self._lists_of(pages[last]), minlength=len(self._free))
 
     def _lists_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Returns the number of the free list to which each page belongs."""
+        """Returns the index of the free list of each page."""
         return (pages < self._ranges[0][0]).astype(np.int32)
 
     def pages_of(self, sequence: int, slots: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
-        """Returns the pages of so many slots of each row of a sequence, row by row."""
+        """Returns the pages of the first `slots` slots of each row of a sequence, row by row."""
         counts = self.pages_for(slots)
         columns = np.arange(counts.max(initial=0)) < counts[..., None]
         return self.table[:, sequence, :, : columns.shape[-1]][columns]
 
     def held_by_rows(self, pages: Int[np.ndarray, " n"]) -> int:
-        """Returns how many of these pages rows hold."""
+        """Returns the number of these pages that are held by rows."""
         return int(np.count_nonzero(self._rows[0, pages]))
 
     def hold(self, pages: Int[np.ndarray, " n"]) -> None:
-        """Counts a prefix that holds pages."""
+        """Adds a prefix's hold on pages."""
         self._prefixes[0, pages] += 1
 
     def drop(self, pages: Int[np.ndarray, " n"]) -> None:
-        """Ends the hold of a prefix on pages, which frees those that nothing else holds."""
+        """Ends a prefix's hold on pages; frees pages that nothing else holds."""
         lists = self._lists_of(pages)
         for number in range(len(self._free)):
             self._give_back(number, pages[lists == number], self._prefixes)
@@ -231,20 +231,20 @@ class PageAllocator:
     def can_take(
         self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"] | None = None
     ) -> bool:
-        """Whether so many pages for each row are free, or held by prefixes alone but `besides`."""
+        """Whether enough pages per row, except `besides`, are free or held only by prefixes."""
         needs = np.bincount(self._lists_of_rows(counts), minlength=len(self._free))
         there = [len(free) + self._reclaimable(number) for number, free in enumerate(self._free)]
         kept = 0 if besides is None else self.yields(besides)
         return bool((needs + kept <= there).all())
 
     def _lists_of_rows(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
-        """Returns the number of the free list of each page of the rows of a sequence."""
+        """Returns the index of the free list of each page of the rows of a sequence."""
         return np.repeat(self._shard[:, 0].ravel(), counts.ravel())
 
     def take(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"] | None:
-        """Takes so many pages for each row of a prefix, row by row; None if there are too few.
+        """Takes pages for each row of a prefix, row by row; None if there are too few.
 
-        Other prefixes yield theirs, as to the rows of sequences.
+        Reclaims pages of other prefixes, as for rows of sequences.
         """
         if not self.can_take(counts):
             return None
@@ -266,7 +266,7 @@ class PageAllocator:
         counts: Int[np.ndarray, "L K"],
         pages: Int[np.ndarray, " n"] | None = None,
     ) -> None:
-        """Gives the rows of an empty sequence so many pages: new ones, or those of a prefix."""
+        """Gives pages to the rows of an empty sequence: new ones, or a prefix's."""
         if pages is None:
             pages = self._pop_for_rows(counts)
         else:
@@ -275,7 +275,7 @@ class PageAllocator:
         self._set_rows(sequence, counts, pages)
 
     def share(self, sequence: int, pages: Int[np.ndarray, "L K m"]) -> None:
-        """Gives an empty sequence pages that prefixes or other sequences hold, m for each row."""
+        """Gives an empty sequence shared pages of prefixes or other sequences, m for each row."""
         self._rows[0, pages.ravel()] += 1
         self._set_rows(sequence, np.full(pages.shape[:2], pages.shape[2]), pages.ravel())
 
@@ -301,10 +301,11 @@ class PageAllocator:
         return sequence // self._lanes_per_shard
 
     def copies(self, source_of: Mapping[int, int]) -> list[Int[np.ndarray, "2 n"]]:
-        """Returns the (source, target) pages of each shard that make sequences equal to others.
+        """Returns the (source, target) pages of each shard that copy sequences to others.
 
         Args:
-          source_of: sequence -> the sequence whose pages it copies; it has as many reserved.
+          source_of: sequence -> the sequence to copy from; both have the same number of pages
+            reserved.
         """
         targets, sources = list(source_of), list(source_of.values())
         reserved = self.reserved[:, targets]
@@ -323,7 +324,7 @@ class PageAllocator:
 
         Args:
           width: number of columns.
-          lanes: sequences whose rows it must have whole; None for all.
+          lanes: sequences whose rows must fit; None for all.
         """
         if width <= self.table.shape[-1]:
             whole = self.reserved if lanes is None else self.reserved[:, lanes]
@@ -334,10 +335,10 @@ class PageAllocator:
         return np.pad(self.table, pad, constant_values=self.no_page)
 
     def take_changes(self) -> Int[np.ndarray, "2 n"] | None:
-        """Returns the cells of the table that have changed since it was called, (row, column).
+        """Returns the cells of the table changed since the last call, (row, column).
 
         Rows are counted over layers, sequences and heads. A cell that changed twice may appear
-        twice. None if there are so many that copying the whole table is as cheap.
+        twice. None if copying the whole table is as cheap.
         """
         changes, self._changes, self._num_changes = self._changes, [], 0
         if changes is None:
@@ -363,7 +364,7 @@ class PageAllocator:
 def few_widths(widest: int, most: int) -> int:
     """Returns the narrowest of a few widths for rows of `widest` pages: 16, 64, 256, ..., `most`.
 
-    Rows of more pages than that, which were not planned, take powers of two.
+    Rows with more than `most` pages, which were not planned, take powers of two.
     """
     if widest > most:
         return 1 << (widest - 1).bit_length()

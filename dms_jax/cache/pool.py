@@ -1,12 +1,12 @@
 """The paged pool: one store of keys and values for all layers, sequences and KV heads.
 
 A row is one (layer, sequence, KV head). It owns a list of pages of P slots and a length, and grows
-by itself: slot s of row (l, b, k) is pool[page_table[l, b, k, s // P], s % P]. Only the last page
-of a row may be partial, and nothing is padded to the longest row.
+independently: slot s of row (l, b, k) is pool[page_table[l, b, k, s // P], s % P]. Only the last
+page of a row may be partial, and nothing is padded to the longest row.
 
-A pool of 8 or 4 bits has scales for each slot's key and value, and one of 4 bits holds them rotated
-(`quantization`, `int4`). Values may be in host memory; then the pool holds the values of only the
-first pages and, while a program runs, those of its own tokens in a tail (`host_values`).
+An 8-bit or 4-bit pool has scales for each slot's key and value; a 4-bit pool holds them rotated
+(`quantization`, `int4`). If values are in host memory, the pool holds only the values of the first
+pages and, while a program runs, a tail with the values of its own tokens (`host_values`).
 
 On a mesh, rows are split over devices, each device holds the pages of its own rows, and page
 numbers are local to the device.
@@ -27,7 +27,7 @@ from dms_jax.ranking import marked_first
 from dms_jax.sharding import axes
 from pallas_kernels import rotate_and_write, write_pages
 
-# Pages of each row that `compact` moves in one turn, and numbers of all rows together.
+# Pages of each row, and numbers of all rows together, that `compact` moves in one iteration.
 PAGES_MOVED, NUMBERS_MOVED = 64, 1 << 25
 
 
@@ -37,11 +37,11 @@ class Pool:
     """Keys and values of every row, by page.
 
     Attributes:
-      k_pages: keys after rotary embedding; two numbers in a byte in a pool of 4 bits.
-      v_pages: values; of fewer pages if the others are in host memory.
+      k_pages: keys after rotary embedding; two numbers per byte in a 4-bit pool.
+      v_pages: values; only of the first pages if the others are in host memory.
       k_scales, v_scales: scales of each slot if the pool is quantized.
       tail: values of the running program's tokens if values are in host memory.
-      format: how numbers are stored; None for as they are.
+      format: the storage format; None for unchanged numbers.
     """
 
     k_pages: Shaped[Array, "N P D"] = struct.field(metadata=axes("pages"))
@@ -73,7 +73,7 @@ class Pool:
         *,
         on_host: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
     ) -> tuple["Pool", Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-        """Writes keys and values into the rows' slots; negative slots are not written.
+        """Writes keys and values into the rows' slots; negative slots are skipped.
 
         Returns the pool, and the keys and values as they will be read back.
 
@@ -140,20 +140,20 @@ class Pool:
     ) -> tuple["Pool", Float[Array, "B 1 H D"]]:
         """Rotates queries and keys of one token of each row, and writes keys and values.
 
-        One kernel does both, in a pool that stores numbers as they are, in device memory.
+        One kernel does both, for an unquantized pool in device memory.
 
         Args:
           page_table: the pages of the rows.
-          slots: slot of the token in its row; negative slots are not written.
+          slots: slot of the token in its row; negative slots are skipped.
           q, k, v: queries, keys and values before rotation.
           rotation: cos and sin of the tokens' positions.
-          zeroed: neurons of a KV head that are zero, as in `Policy.borrowed`.
+          zeroed: neurons of a KV head to set to zero, as in `Policy.borrowed`.
 
         Returns:
           The pool, and the rotated queries.
         """
-        # In the order of the projection: where they are parts of one product, XLA sees that this is
-        # the product itself, and copies nothing.
+        # In the order of the projection: if they are parts of one product, XLA recognises the
+        # product and copies nothing.
         grouped = q.reshape(*k.shape[:3], -1, k.shape[-1])
         heads = jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
         cos, sin = rotation
@@ -176,7 +176,7 @@ class Pool:
         return page.reshape(-1), offset.reshape(-1)
 
     def keys(self, page: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape P D"]:
-        """Returns the keys of these pages; arbitrary ones where a number is no page."""
+        """Returns the keys of these pages; arbitrary for an invalid page number."""
         keys = self.k_pages.at[page].get(mode="clip")
         return self._loaded(keys, self.k_scales, page, dtype)
 
@@ -206,8 +206,8 @@ class Pool:
     ) -> tuple[Array, Array, Array]:
         """Returns (keys, values, page table) in device memory, in a dtype that every kernel reads.
 
-        They are the pool itself or, if it is quantized or its values are in host memory, a copy of
-        the rows' pages in the model's dtype, as large as one layer's share of the pool.
+        They are the pool's arrays or, if it is quantized or its values are in host memory, a copy
+        of the rows' pages in the model's dtype, as large as one layer's share of the pool.
         """
         if self.format is None and host is None:
             return self.k_pages, self.v_pages, page_table
@@ -223,7 +223,7 @@ class Pool:
     def _loaded(
         self, stored: Array, scales: Array | None, at: Any, dtype: Any
     ) -> Float[Array, "*shape D"]:
-        """Returns the numbers that stored ones stand for; their scales are `scales[at]`."""
+        """Returns the dequantized numbers; their scales are `scales[at]`."""
         if self.format is None:
             return stored
         assert scales is not None
@@ -233,12 +233,12 @@ class Pool:
 @no_type_check  # jax also builds it from shapes and partitions
 @struct.dataclass
 class LaneAdapters:
-    """The adapter of each sequence, of several that a model has (`dms_jax.model.adapters`).
+    """The adapter of each sequence, for a model with several (`dms_jax.model.adapters`).
 
     Attributes:
-      slots: its number.
-      scales: factors of all columns of low-rank updates, 0 for those of other adapters; None if no
-        adapter has any.
+      slots: index of the adapter.
+      scales: factors of all columns of low-rank updates, 0 for other adapters' columns; None
+        without low-rank updates.
     """
 
     slots: Int[Array, " B"] = struct.field(metadata=axes("sequences"))
@@ -254,10 +254,10 @@ class Cache:
       pool: keys and values.
       page_table: the pages of each row; N (no page) beyond the reserved ones.
       lengths: slots in use per row.
-      seen: tokens that each sequence has seen, which is the position of its next token.
-      max_lengths: the most tokens of each sequence, its prompt and its longest answer; for policies
-        whose budget is a share of that.
-      adapters: the adapter of each sequence; None if all have that of the model.
+      seen: tokens that each sequence has seen; also the position of its next token.
+      max_lengths: the most tokens of each sequence (prompt and longest answer), for policies whose
+        budget is a share of that.
+      adapters: the adapter of each sequence; None if all use the model's.
       row_state: the policy's state per row, leaves [L, B, K, ...]; the axes after L are those of
         `PolicyState.rows`.
       page_state: the policy's state per page, leaves [N, ...], as in `PolicyState.pages`.
@@ -298,14 +298,13 @@ def store(
 ) -> Shaped[Array, "N P *tail"]:
     """Returns the pages with `values` written into the rows' slots.
 
-    Negative slots are not written, nor are slots beyond the row's reserved pages: the host reserves
-    before a program runs and checks the lengths after it. No two tokens of a row may have the same
-    slot.
+    Negative slots, and slots beyond the row's reserved pages, are skipped: the host reserves before
+    a program runs and checks the lengths after it. No two tokens of a row may have the same slot.
     """
     num_pages, page_size = pages.shape[:2]
     page = _page_of(page_table, slots, num_pages, page_size)
     new = jnp.swapaxes(values, 1, 2).astype(pages.dtype)
-    # Else XLA fuses them into the scatter, and computes them again for every number of a vector.
+    # Otherwise XLA fuses them into the scatter, and recomputes them for every number of a vector.
     page, offset, new = jax.lax.optimization_barrier((page, slots % page_size, new))
     return pages.at[page, offset].set(new, mode="drop", unique_indices=True)
 
@@ -336,16 +335,17 @@ def compact(
     page_table: Int[Array, "B K M"],
     keep: Bool[Array, "B K S"],
 ) -> tuple[Any, Int[Array, "B K"]]:
-    """Moves the kept slots of every row to its front, in their order, after an eviction.
+    """Moves the kept slots of every row to its front, in order, after an eviction.
 
-    It works in place, some pages of every row in a turn: what a turn writes it has read before, and
-    a kept slot never moves to a higher one, so that no later turn reads what was written. A GPU
-    waits for the host before each turn of a loop; rows of few pages are moved whole, without one.
+    Works in place, a few pages of every row per iteration: an iteration reads before it writes, and
+    a kept slot never moves to a higher one, so no later iteration reads overwritten slots. A GPU
+    waits for the host before each iteration of a loop, so rows of few pages are moved at once,
+    without a loop.
 
     Args:
-      pools: arrays [N, P, ...] that are addressed by page.
+      pools: arrays [N, P, ...] addressed by page.
       page_table: the pages of the rows.
-      keep: retention mask, True for slots that stay; False beyond the rows' lengths.
+      keep: retention mask: True for slots to keep; False beyond the rows' lengths.
 
     Returns:
       The arrays, and the slots in use per row.

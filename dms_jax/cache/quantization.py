@@ -1,4 +1,4 @@
-"""How a pool stores keys and values: as they are, in 8 bits, or in 4 (`int4`).
+"""Storage formats of keys and values: unchanged, 8 bits, or 4 bits (`int4`).
 
 8 bits are float8 (e4m3) numbers and one scale per slot:
 
@@ -7,8 +7,8 @@
 448 is the largest e4m3 number. A floating-point format gains no precision from a scale that fills
 its range exactly, so the scale is a power of two: the dequantized x' is exact in bfloat16, and
 quantizing x' again gives x'. With three bits of mantissa the error is at most 1/16 of a number, and
-2^-10 scale near zero. Of a dtype's largest numbers, which this would round beyond it (65504 to
-65536), the dequantized ones are the largest of 4 significant bits (61440).
+2^-10 scale near zero. A dtype's largest numbers, which would be rounded beyond it (65504 to 65536),
+become the largest number with 4 significant bits (61440).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Float8(Format):
     def dequantize(
         self, values: Float[Array, "*slots D"], scales: Float[Array, "*slots"], dtype: Any
     ) -> Float[Array, "*slots D"]:
-        """Returns the numbers that quantized slots stand for."""
+        """Returns the dequantized numbers of slots."""
         wide = jnp.promote_types(dtype, jnp.float32)
         return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
 
@@ -54,7 +54,7 @@ KV_DTYPES: dict[str, Format] = {"float8_e4m3": Float8(), "int4": Int4()}
 
 
 def format_of(kv_dtype: str | None) -> Format | None:
-    """Returns how the pool stores numbers; None for as they are.
+    """Returns the storage format of the pool; None for unchanged numbers.
 
     Raises:
       ConfigError: the cache does not support that dtype.

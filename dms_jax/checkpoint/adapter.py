@@ -1,13 +1,13 @@
-"""Adapters: the trained parts of a model whose other weights are frozen, as files.
+"""Adapter files: the trained parts of a model with otherwise frozen weights.
 
     dms_adapter.json          the policy, the identity of the model that it was trained on (its
                               base), and the rank and alpha of low-rank updates if there are any
     dms_adapter.safetensors   the tensors of the DMS adapter, under NVIDIA's names; the factors of
                               low-rank updates, under PEFT's names
 
-The identity of a base is its shape and one SHA-256 for each kind of tensor, over all layers, of
-vectors and of three rows of each matrix in float32. It depends neither on the file format nor on
-the dtype that the base is loaded in.
+The identity of a base is its shape and, for each kind of tensor, one SHA-256 of its vectors, or of
+three rows of each of its matrices, in float32 over all layers. It depends neither on the file
+format nor on the dtype in which the base is loaded.
 """
 
 import collections
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dms_jax import policies
-from dms_jax.checkpoint import names
+from dms_jax.checkpoint import names, staging
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, find, is_directory, read_json
 from dms_jax.checkpoint.low_rank import is_low_rank
 from dms_jax.checkpoint.weights import Tensors, Weights
@@ -54,7 +54,7 @@ class Adapter:
     """The contents of an adapter directory.
 
     Attributes:
-        directory: where it is.
+        directory: its path.
         policy: the policy that it was trained for.
         low_rank: the size of its low-rank updates; None if it has none.
         shape: the fields of the base's config that define its shape.
@@ -71,7 +71,7 @@ class Adapter:
 
 
 class _Joined(Tensors):
-    """The tensors of a base and of an adapter, which replaces the base's own adapter."""
+    """The tensors of a base and of an adapter, which replaces any adapter of the base."""
 
     def __init__(self, base: Tensors, adapter: Tensors):
         self.config_name = base.config_name
@@ -123,7 +123,7 @@ def adapter_config(
 
 
 def of_run(directory: pathlib.Path, file: str) -> pathlib.Path | None:
-    """Find the output of a `retrofit` run: the directory below that has this file, or None.
+    """Find the output of a `retrofit` run: the subdirectory that has this file, or None.
 
     A self-taught run trains in a subdirectory.
     """
@@ -135,16 +135,17 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     """Read the directory of an adapter.
 
     Raises:
-        CheckpointError: it is not the directory of an adapter, or is damaged.
+        CheckpointError: the directory holds no adapter, or a damaged one.
     """
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
     directory = expanded(path)
+    staging.restore(directory)
     if not is_directory(directory):
         raise CheckpointError(f"there is no directory {directory} of an adapter")
     fields = read_json(directory, ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
     if fields is None:
-        hint = ""
+        hint = f"; the directory of an adapter holds {ADAPTER_CONFIG} and {ADAPTER_TENSORS}"
         if find(directory, "config.json"):
             hint = "; it holds a whole model: load that"
         elif find(directory, "adapter_config.json"):
@@ -164,8 +165,8 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         low_rank = LowRank(**fields["low_rank"]) if "low_rank" in fields else None
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG} does not say what policy and what base the adapter is "
-            "for; copy it again"
+            f"{directory / ADAPTER_CONFIG} does not name the adapter's policy and base; copy it "
+            "again"
         ) from error
     except ConfigError as error:
         raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error
@@ -243,7 +244,7 @@ def _kind(name: str) -> str:
 
 
 def _differing(base: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """Describe the fields of a base's shape that an adapter asks for otherwise."""
+    """Describe the fields of a base's shape that differ from those an adapter requires."""
     return [
         f"{field} is {base[field]} in the base, and {plain(there.get(field), 40)} for the adapter"
         for field in _SHAPE

@@ -1,7 +1,7 @@
 """Save an adapter without its base, after checking that the frozen weights are the base's.
 
-Each process compares the part of the weights that its own devices hold, so that nothing of the base
-crosses between processes. The first process writes the adapter, which is small.
+Each process compares the weights on its own devices, so no base weights are sent between processes.
+The first process writes the adapter, which is small.
 """
 
 import pathlib
@@ -42,7 +42,7 @@ class AdapterSaving(Saving):
     The frozen weights stay on the devices until they have been compared.
 
     Raises:
-        ConfigError: there is nothing that could be saved alone.
+        ConfigError: the model has nothing that can be saved without the base.
     """
 
     def __init__(self, model: LanguageModel, policy: Policy, target: pathlib.Path):
@@ -102,7 +102,8 @@ class AdapterSaving(Saving):
         """Read the checkpoint that the model was loaded from.
 
         Raises:
-            CheckpointError: it was not loaded, or its base is gone or has another shape.
+            CheckpointError: the model was not loaded from a checkpoint, or its base is gone or has
+              another shape.
         """
         source = self._model.source
         if source is None:
@@ -124,7 +125,7 @@ class AdapterSaving(Saving):
 
 
 def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
-    """List the tensors in which this process's part differs from the base."""
+    """List the tensors whose part on this process differs from the base."""
     found: dict[str, None] = {}
     for path, value in frozen.items():
         pieces = names.pieces_of(base.config)[path]
@@ -148,7 +149,7 @@ def _own_parts(
 ) -> Iterator[tuple[int, tuple[slice, ...], np.ndarray]]:
     """Yield layer, index in the layer and values of each shard on this process's devices.
 
-    Of replicas only the first is yielded.
+    Yields only the first of several replicas.
     """
     for shard in value.addressable_shards:
         if shard.replica_id == 0:

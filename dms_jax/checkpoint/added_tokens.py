@@ -1,7 +1,6 @@
 """The tokens that the files beside a vocabulary declare, with the ids and flags of transformers.
 
-A token that stands for itself, such as `<|im_end|>`, is declared in one or more of these places,
-because each generation of transformers wrote another:
+Each generation of transformers declares special tokens, such as `<|im_end|>`, in other places:
 
     tokenizer.json          added_tokens, which the tokenizers library reads
     tokenizer_config.json   added_tokens_decoder: id to token
@@ -11,7 +10,7 @@ because each generation of transformers wrote another:
                             its named tokens count rather than those of tokenizer_config.json
     added_tokens.json       text to id; read where there is no added_tokens_decoder
 
-A tokenizer without such a token silently cuts it into pieces, so all of them are added here.
+A tokenizer that lacks such a token silently splits it, so all of them are added here.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ NAMED = (
     "cls_token",
     "mask_token",
 )
-# The tokens that a class of transformers has where no file says otherwise.
+# The default tokens of classes of transformers.
 _DEFAULTS = {
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "gpt2": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
@@ -55,8 +54,8 @@ class DeclaredTokens:
     Attributes:
         named: special tokens by name ("bos_token", ...).
         extra: special tokens without a name.
-        by_id: tokens with the ids that they must have, in the order of the ids.
-        defaults: texts of the special tokens that only the class of transformers declares.
+        by_id: tokens with required ids, in the order of the ids.
+        defaults: texts of special tokens that only the class of transformers declares.
     """
 
     named: dict[str, AddedToken]
@@ -65,17 +64,16 @@ class DeclaredTokens:
     defaults: frozenset[str] = frozenset()
 
     def add_to(self, backend: tokenizers.Tokenizer, *, fixed: bool, raw: bool) -> None:
-        """Add them to a tokenizer, with a warning if one gets an id that no file gives it.
+        """Add them to a tokenizer; warn if a token gets an id that no file specifies.
 
         Args:
             backend: the tokenizer.
             fixed: whether its ids come from tokenizer.json and take precedence.
-            raw: whether to search for the tokens in the text before normalization: sentencepiece's
-                normalizer puts a space in front, and "a<|im_start|>" does not hold
-                " <|im_start|>".
+            raw: whether to search for the tokens before normalization. Sentencepiece's normalizer
+                puts a space in front, and "a<|im_start|>" does not contain " <|im_start|>".
 
         Raises:
-            CheckpointError: a token gets another id than the one that a file gives it.
+            CheckpointError: a token's id differs from the one in a file.
         """
         special = (*self.named.values(), *self.extra)
         names = {token.content for token in special}
@@ -83,7 +81,7 @@ class DeclaredTokens:
             index: _changed(token, raw=raw, special=token.special or token.content in names)
             for index, token in self.by_id
         }
-        # One by one: as a dictionary, a vocabulary of 150,000 takes a third of a second.
+        # Look up one by one: a dictionary of a vocabulary of 150,000 takes a third of a second.
         texts = {token.content for token in by_id.values()} if fixed else set()
         known = {text for text in texts if backend.token_to_id(text) is not None}
         held = {_key(token) for token in backend.get_added_tokens_decoder().values()}
@@ -182,10 +180,10 @@ def with_defaults(
     declared: DeclaredTokens,
     backend: tokenizers.Tokenizer,
 ) -> DeclaredTokens:
-    """Add the tokens that the class of transformers has where no file names one.
+    """Add the default tokens of the class of transformers where no file names one.
 
-    Those of Llama are left out where the vocabulary lacks them: many a model of another family
-    names that class.
+    Llama's are skipped if the vocabulary lacks them, because many models of other families name its
+    class.
     """
     kind = class_of(directory, config) or ""
     more = {
@@ -204,7 +202,7 @@ def with_defaults(
 
 
 def _changed(token: AddedToken, *, raw: bool, special: bool) -> AddedToken:
-    """A token with other flags; `raw` tokens are searched for before normalization."""
+    """A token with changed flags; `raw` tokens are searched for before normalization."""
     flags = {flag: getattr(token, flag) for flag in _FLAGS}
     flags |= {"special": special, "normalized": token.normalized and not raw}
     return AddedToken(token.content, **flags)
@@ -217,7 +215,7 @@ def _key(token: AddedToken) -> tuple[Any, ...]:
 def _token(value: Any, where: str) -> AddedToken | None:
     """A special token, as a text or as a table of text and flags."""
     text = value.get("content") if isinstance(value, Mapping) else value
-    if value is None or text == "":  # which the library ignores, too
+    if value is None or text == "":  # the library ignores both, too
         return None
     if isinstance(value, str):
         return AddedToken(value, special=True)
@@ -228,10 +226,10 @@ def _token(value: Any, where: str) -> AddedToken | None:
 
 
 def _extra(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[AddedToken]:
-    """Special tokens that are listed, or named in ways that only one model knows.
+    """Special tokens that are listed, or have model-specific names.
 
-    In transformers' order: those with a name (`image_token`, but not `add_bos_token`, which is true
-    or false) come first.
+    In transformers' order: named ones (`image_token`, but not `add_bos_token`, which is a boolean)
+    come first.
     """
     listed = []
     for place, fields in tables.items():

@@ -1,13 +1,7 @@
-"""Replace a checkpoint directory atomically, and never delete files that are not its own.
+"""Replace a checkpoint directory atomically, and never delete foreign files.
 
-    out/                      the old checkpoint
-    .out.saving-k3x9/new/     the new one while it is written
-    .out.saving-k3x9/old/     the old one while the new one takes its place
-
-The new checkpoint is complete and flushed before two renames exchange it for the old one. If the
-process is killed between them, nothing is left at `out`, and the next save restores the old
-checkpoint. A save holds a lock on its staging directory. The next save removes staging directories
-that no process has locked: their saves were killed.
+The new checkpoint is complete and flushed in a staging directory (`staging`) before two renames
+exchange it for the old one.
 """
 
 import contextlib
@@ -15,15 +9,13 @@ import dataclasses
 import fnmatch
 import os
 import pathlib
-import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS
+from dms_jax.checkpoint.staging import remove_leftovers, stage_beside
 from dms_jax.checkpoint.weights import INDEX, SINGLE, shard_names
 from dms_jax.errors import CheckpointError, plain
-from dms_jax.file_lock import lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +23,8 @@ class Layout:
     """The files of one kind of directory.
 
     Attributes:
-        kind: what it is called in messages.
-        mark: the file that every directory of this kind has.
+        kind: its name in messages.
+        mark: a file that every directory of this kind has.
         files: names of all its files, except the tensors that an index names.
     """
 
@@ -41,7 +33,7 @@ class Layout:
     files: frozenset[str]
 
 
-# Includes tokenizer files that are never written: old ones would not fit the new tokenizer.
+# Includes tokenizer files that we never write: old ones would not fit the new tokenizer.
 CHECKPOINT = Layout(
     "a checkpoint",
     "config.json",
@@ -64,7 +56,7 @@ CHECKPOINT = Layout(
     ),
 )
 ADAPTER = Layout("an adapter", ADAPTER_CONFIG, frozenset({ADAPTER_CONFIG, ADAPTER_TENSORS}))
-# Files beside a checkpoint that are kept, in upper or lower case.
+# Documents beside a checkpoint to keep, in upper or lower case.
 _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattributes")
 
 
@@ -72,16 +64,16 @@ _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattr
 def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
     """Yield a directory to write into, which replaces `target` at the end.
 
-    If the block raises, or `target` cannot be replaced, `target` stays as it was.
+    If the block raises, or `target` cannot be replaced, `target` is unchanged.
 
     Raises:
         CheckpointError: the target contains files that are not part of this layout.
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
-    _remove_leftovers(target)
+    remove_leftovers(target)
     own, documents = _classify_files(target, layout)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _stage(target) as stage:
+    with stage_beside(target) as stage:
         new = stage / "new"
         new.mkdir()
         yield new
@@ -101,7 +93,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
     """List the files of this layout, and the documents beside them.
 
     Raises:
-        CheckpointError: there are other files, which a replacement would destroy.
+        CheckpointError: there are other files, which replacing would destroy.
     """
     if not os.path.lexists(target):
         return set(), set()
@@ -144,7 +136,7 @@ def _some(names: list[str]) -> str:
 
 
 def flush(*paths: pathlib.Path) -> None:
-    """Flush files and directories to disk; some disks report only then that they are full."""
+    """Flush files and directories to disk; some disks report only now that they are full."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     for path in paths:
@@ -168,64 +160,3 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
         old.rename(target)
         raise
     return old
-
-
-@contextlib.contextmanager
-def _stage(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Make a directory beside the target, locked until it is removed."""
-    while True:
-        stage = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
-        try:
-            with _lock(stage) as mine:
-                # Another save may have removed it as a leftover before it was locked.
-                if mine is not False and stage.exists():
-                    yield stage
-                    return
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-
-
-def _prefix(target: pathlib.Path) -> str:
-    return f".{target.name}.saving-"
-
-
-def _remove_leftovers(target: pathlib.Path) -> None:
-    """Clean up after killed saves to this target; restore a checkpoint that they had moved."""
-    if not target.parent.is_dir():
-        return
-    for stage in list(target.parent.iterdir()):
-        if not _is_stage(stage, target):
-            continue
-        with _lock(stage) as mine:
-            if not mine:
-                continue
-            old = stage / "old"
-            if old.is_dir() and not os.path.lexists(target):
-                old.rename(target)
-            shutil.rmtree(stage, ignore_errors=True)
-
-
-def _is_stage(path: pathlib.Path, target: pathlib.Path) -> bool:
-    """Whether a directory is a staging directory of this target, by its name and contents."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    made = re.fullmatch(re.escape(_prefix(target)) + "[a-z0-9_]{8}", path.name)
-    return made is not None and {entry.name for entry in path.iterdir()} <= {"new", "old"}
-
-
-@contextlib.contextmanager
-def _lock(directory: pathlib.Path) -> Iterator[bool | None]:
-    """Lock a directory; yields False if another process has the lock, None if locks do not work.
-
-    The system releases the lock when the process ends for any reason.
-    """
-    number, mine = None, None
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows, where leftovers stay
-        with contextlib.suppress(OSError):  # no permission
-            number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            mine = lock(number)
-    try:
-        yield mine
-    finally:
-        if number is not None:
-            os.close(number)

@@ -1,4 +1,4 @@
-"""Build the `tokenizers.Tokenizer` of a Hugging Face directory from the files that it has.
+"""Build the `tokenizers.Tokenizer` of a Hugging Face directory from its files.
 
 In order of preference: `tokenizer.json`; a sentencepiece `tokenizer.model`; `vocab.json` with
 `merges.txt` (byte-level byte-pair encoding with the pre-tokenizer of GPT-2 or Qwen).
@@ -40,10 +40,10 @@ QWEN_WORDS = (
 
 @contextlib.contextmanager
 def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
-    """Convert the exceptions of the tokenizers library into an error of ours.
+    """Convert the exceptions of the tokenizers library into one of our errors.
 
-    The library raises plain `Exception`, and `PanicException`, which does not derive from it, where
-    its Rust code panics.
+    The library raises plain `Exception`, and, if its Rust code panics, `PanicException`, which does
+    not derive from it.
     """
     try:
         yield
@@ -63,14 +63,14 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     Special tokens that only a sentencepiece model declares are added to `config`.
 
     Raises:
-        CheckpointError: the files are damaged, or of a kind that is not served.
+        CheckpointError: the files are damaged, or of an unsupported kind.
     """
     fast = read(directory, "tokenizer.json", max_bytes=MAX_VOCABULARY_BYTES)
     if fast is not None:
         with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
             check_layout(fast)
             backend = tokenizers.Tokenizer.from_buffer(fast)
-            # Before anything is encoded: padding to 10^18 tokens would exhaust the memory.
+            # Before encoding anything: padding to 10^18 tokens would exhaust the memory.
             backend.no_padding()
             backend.no_truncation()
             return backend

@@ -1,8 +1,8 @@
 """Render the chat template of a checkpoint, in jinja2's sandbox.
 
-A template is code from the checkpoint's author. As in transformers, the sandbox keeps it from
-changing its inputs and from reaching files and Python's internals; the length of what it writes has
-a limit here, too. The sandbox does not limit a template's time or memory.
+A template is code from the checkpoint's author. As in transformers, the sandbox prevents it from
+changing its inputs and from reaching files and Python's internals; here the length of its output is
+limited too. Its time and memory are not limited.
 """
 
 import datetime
@@ -25,11 +25,11 @@ MAX_TEXT = 64 * 2**20  # characters
 def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> str:
     """Render `template` with `messages`, `add_generation_prompt` and its other variables.
 
-    Messages are read by `read_messages`. A content that is null beside tool calls stays null for
-    the template, unless the template writes it as the word None: then it becomes an empty text.
+    Messages are normalised by `read_messages`. Null content beside tool calls stays null for the
+    template; if the template prints it as "None", it becomes an empty text.
 
     Raises:
-        DataError: the template does not compile, rejects these messages, leaves out tool calls, or
+        DataError: the template does not compile, rejects these messages, drops tool calls, or
             writes too much.
     """
     read = read_messages(messages)
@@ -38,7 +38,7 @@ def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> 
         return _render(template, messages=read, **variables)
     try:
         text = _render(template, messages=read, **variables)
-    except DataError:  # some templates expect arguments as JSON texts
+    except DataError:  # some templates expect arguments as JSON strings
         read = with_written_arguments(read)
         text = _render(template, messages=read, **variables)
     emptied = [{**message, "content": message["content"] or ""} for message in read]
@@ -75,7 +75,7 @@ def _failed(why: str) -> DataError:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; it prints its body."""
+    """`{% generation %}` marks the assistant's text for training; it prints its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -95,7 +95,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    """Compile a template in the environment that transformers gives it."""
+    """Compile a template in the same environment as transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

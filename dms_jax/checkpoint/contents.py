@@ -1,6 +1,6 @@
 """Read the contents of a checkpoint: a Hugging Face directory, a hub model or a GGUF file.
 
-Everything but the tensors is read at once; the tensors are read when a model is filled from them.
+Everything but the tensors is read at once; the tensors are read when a model is built.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import re
 import warnings
 from typing import Any
 
-from dms_jax.checkpoint import mxfp4, names
+from dms_jax.checkpoint import mxfp4, names, staging
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, of_run
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, is_directory, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
@@ -23,15 +23,16 @@ from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.values import AdapterShape
 
-# Published checkpoints have at most ten; every step of generation compares with each.
+# Published checkpoints have at most ten; every decode step compares with each.
 MAX_END_TOKENS = 64
-# Names that begin as paths, or end as files of weights, are not looked up on the hub.
+# Names that begin like paths or end like weight files are not looked up on the hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+HOLDS = "a checkpoint directory holds config.json, *.safetensors and tokenizer.json"
 _TOKENIZER = "the tokenizer"  # a source of token ids, for messages
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
-# Repositories often contain the same weights twice, in a folder or under this name.
+# Repositories often contain a second copy of the weights, in a folder or under this name.
 _NOT_HUB_FILES = [f"*/{name}" for name in _HUB_FILES if name != "*.jinja"] + ["consolidated*"]
 
 
@@ -51,8 +52,8 @@ def read_checkpoint(place: pathlib.Path) -> Contents:
     """Read a directory or a GGUF file.
 
     Raises:
-        CheckpointError: it cannot be read, or holds something that is not served.
-        ConfigError: its config is malformed, or describes a model that is not served exactly.
+        CheckpointError: it cannot be read, or holds unsupported content.
+        ConfigError: its config is malformed, or describes a model that is not supported exactly.
     """
     return _read_gguf(place) if place.is_file() else _read_directory(place)
 
@@ -66,7 +67,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
                 f"with adapter={str(directory)!r}"
             )
         found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
-        hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else ""
+        hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else f"; {HOLDS}"
         if below := of_run(directory, "config.json"):
             hint = f"; the model of this run is in {below}"
         elif below := of_run(directory, ADAPTER_CONFIG):
@@ -83,7 +84,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
             f"{directory} holds a model that reads images; its language model alone is loaded.",
             stacklevel=2,
         )
-    if hf_config.get("quantization_config"):  # MXFP4, or the config would have been refused
+    if hf_config.get("quantization_config"):  # MXFP4; others were refused with the config
         weights = mxfp4.Unpacked(weights)
     found = names.adapter_shape(weights.shapes, qkv_bias=config.qkv_bias)
     policy = policy_from_hf(hf_config, has_adapter=found is not None)
@@ -100,7 +101,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
 
 
 def _read_gguf(path: pathlib.Path) -> Contents:
-    from dms_jax.checkpoint import gguf  # not at the top: few models are files of this kind
+    from dms_jax.checkpoint import gguf  # imported here because few models are GGUF files
 
     files = gguf.GgufFiles(path)
     config, weights = gguf.read_model(files)
@@ -116,6 +117,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"{plain(repr(path))}"
         )
     directory = expanded(path)
+    staging.restore(directory)
     if is_directory(directory):
         return directory
     from dms_jax.checkpoint import gguf
@@ -141,7 +143,7 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             allow_patterns=_HUB_FILES,
             ignore_patterns=_NOT_HUB_FILES,
         )
-    except Exception as error:  # network, authorisation and absence raise many different classes
+    except Exception as error:  # failures of the hub raise many different classes
         raise CheckpointError(
             f"there is no directory {path!r} here, and it could not be fetched from the hub: "
             f"{plain(' '.join(str(error).split()), 300)}"
@@ -163,9 +165,9 @@ def _generation_defaults(
 ) -> GenerationDefaults:
     """Read the special tokens of generation_config.json, config.json and the tokenizer.
 
-    An answer ends at any end token that one of the three names: a config often names the token
-    that ends a text, and the tokenizer the one that ends a turn. For the other special tokens the
-    first of the three that names one counts.
+    An answer ends at an end token of any of the three: a config often names the token that ends a
+    text, and the tokenizer the one that ends a turn. For other special tokens the first of the
+    three that names one counts.
 
     Raises:
         CheckpointError: an id is outside the vocabulary.
@@ -175,7 +177,7 @@ def _generation_defaults(
     def ids(name: str) -> dict[str, tuple[int, ...]]:
         own = getattr(tokenizer, name, None)
         if name == "pad_token_id" and own is not None and own >= vocab_size:
-            own = None  # often added without a row in the embedding; nothing is ever padded
+            own = None  # often without a row in the embedding; never used here
         found = {
             "generation_config.json": fields.get(name),
             "config.json": hf_config.get(name),
@@ -199,7 +201,7 @@ def _generation_defaults(
 
 
 def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Check token ids, one or a list, that a file gives. Old configs write -1 for none."""
+    """Check token ids (one or a list) from a file. Old configs write -1 for none."""
     listed = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
         raise CheckpointError(f"{place}: {name} must be a token id or a list of them")

@@ -5,7 +5,7 @@
     write      each process writes its own files
     complete   once all have written: the first replaces the old checkpoint
 
-An error in any process leaves the old checkpoint in place and ends the save in all of them.
+An error in any process leaves the old checkpoint in place and ends the save in all processes.
 """
 
 import abc
@@ -18,16 +18,16 @@ from dms_jax.errors import CheckpointError
 
 
 class Saving(abc.ABC):
-    """A checkpoint that is being saved.
+    """A save in progress.
 
     Args:
-        target: the directory that it replaces.
+        target: the directory to replace.
     """
 
     def __init__(self, target: pathlib.Path):
         self._target = target
         self._agreement = processes.Agreement()
-        # In the first process: closing it replaces the target, or cleans up after an error.
+        # In the first process; closing it replaces the target, or cleans up after an error.
         self._replacement = contextlib.ExitStack()
 
     @abc.abstractmethod
@@ -43,7 +43,7 @@ class Saving(abc.ABC):
         """Move the tensors that this process writes to the host.
 
         Raises:
-            CheckpointError: the first process cannot make its directory.
+            CheckpointError: the first process cannot create its directory.
             OtherProcessError: another process failed.
         """
         try:
@@ -56,10 +56,10 @@ class Saving(abc.ABC):
             raise
 
     def run(self) -> None:
-        """Write and complete; of several processes all call this at the same time.
+        """Write and complete; all processes call this at the same time.
 
         Raises:
-            CheckpointError: it cannot be written, or should not be.
+            CheckpointError: it cannot be written, or a check failed.
             OtherProcessError: another process failed.
         """
         try:
@@ -71,7 +71,7 @@ class Saving(abc.ABC):
                     self._complete()
             self._agreement()
         except BaseException as error:
-            # The others may be in the middle of large files.
+            # The others may still be writing large files.
             self._agreement.fail(error, processes.LONGEST_WAIT_SECONDS)
             self._clean_up()
             raise

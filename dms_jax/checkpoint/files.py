@@ -1,7 +1,7 @@
 """Read the files of a checkpoint directory, which is untrusted input.
 
 Every file of a checkpoint is found and read here. It must be a regular file (no pipe, no device)
-inside the checkpoint (no link to private keys), and no larger than a file of its kind can need.
+inside the checkpoint (no link to private keys), within a size limit for its kind.
 """
 
 import errno
@@ -14,25 +14,25 @@ from typing import Any
 
 from dms_jax.errors import CheckpointError, plain
 
-# Bytes by kind of file. A config takes a few kB, with a list of a hundred layer types at most. The
-# largest vocabularies in use take about 70 MB as JSON, the largest index a few MB.
+# The most bytes by kind of file. A config takes a few kB, even with a list of a hundred layer
+# types. The largest vocabularies in use take about 70 MB as JSON, the largest index a few MB.
 MAX_CONFIG_BYTES = 2**20
 MAX_TEMPLATE_BYTES = 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_TOKENIZER_CONFIG_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 128 * 2**20
 
-_SHARED_BLOBS = ".huggingface-shared-blobs"  # how huggingface_hub marks a folder of shared files
+_SHARED_BLOBS = ".huggingface-shared-blobs"  # huggingface_hub's mark of a folder of shared files
 
 # Half of a surrogate pair, escaped as in JSON. Text with one cannot be encoded.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Expand `~` in a path that a caller gave.
+    """Expand `~` in a caller's path.
 
     Raises:
-        CheckpointError: it is not a valid path.
+        CheckpointError: the path is invalid.
     """
     try:
         os.fsencode(path)
@@ -47,7 +47,7 @@ def is_directory(path: pathlib.Path) -> bool:
     """Whether a directory exists.
 
     Raises:
-        CheckpointError: the path cannot be examined, for lack of permission for example.
+        CheckpointError: the path cannot be examined (no permission, for example).
     """
     try:
         return path.is_dir()
@@ -62,8 +62,8 @@ def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
     `blobs/`.
 
     Raises:
-        CheckpointError: the name leads out of the directory, the file is a link that leaves it or
-            is broken, or it is not a regular file.
+        CheckpointError: the name leads out of the directory, the file is a link that is broken or
+            leaves it, or it is not a regular file.
     """
     if name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
         raise CheckpointError(
@@ -164,7 +164,7 @@ def read_json(directory: pathlib.Path, name: str, *, max_bytes: int) -> dict[str
 
 
 def _places(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Directories that may contain the files of a checkpoint: its own, and those of its hub cache.
+    """Directories that may contain the files of a checkpoint: itself, and those of its hub cache.
 
     # cache/models--owner--name/snapshots/0123abcd/config.json -> ../../blobs/4567 (a file),
     # which may itself be a link -> ../../blobs/89/89ab, shared by the models of the cache
@@ -174,7 +174,7 @@ def _places(directory: pathlib.Path) -> list[pathlib.Path]:
         return [root]
     model = root.parent.parent
     own, shared = model / "blobs", model.parent / "blobs"
-    # A folder that is itself a link could point anywhere.
+    # A linked folder could point anywhere.
     places = [own] if own.is_dir() and not own.is_symlink() else []
     if (shared / _SHARED_BLOBS).is_file() and not shared.is_symlink():
         places.append(shared)

@@ -1,9 +1,8 @@
 """Load the parameters of a model from the tensors of a checkpoint.
 
-Every missing, unexpected and mis-shaped tensor is named in one message before any data is read.
-Then the parameters are loaded one at a time, the tensors of each in threads. With a mesh, each
-device's slice is read directly from the files. Thus there is never a second copy of the model in
-memory.
+One message names every missing, unexpected and mis-shaped tensor before any data is read. Then
+parameters are loaded one at a time, the tensors of each in threads. With a mesh, each device's
+slice is read directly from the files. So memory never holds a second copy of the model.
 """
 
 import concurrent.futures
@@ -25,7 +24,7 @@ from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies.values import AdapterShape
 
-# The most tensors that a message lists: two for each layer of a model of 80 layers.
+# The most tensors listed in a message: two per layer of a model of 80 layers.
 _MOST_PROBLEMS = 160
 # Threads that read, transpose and check tensors.
 _THREADS = 8
@@ -46,11 +45,11 @@ def load_parameters(
     Args:
         config: the model's shape.
         weights: the tensors of the checkpoint.
-        adapter: the shape of the head that makes decisions; None for no such head.
-        dtype: type of the parameters; None keeps what the files hold.
-        adapter_dtype: type of the adapter's parameters; None keeps what the files hold.
-        mesh: devices over which to place the parameters; None takes the default device.
-        rules: which mesh axes split them.
+        adapter: the shape of the decision head; None without one.
+        dtype: type of the parameters; None keeps the files' type.
+        adapter_dtype: type of the adapter's parameters; None keeps the files' type.
+        mesh: devices for the parameters; None for the default device.
+        rules: the mesh axes that split them.
 
     Raises:
         CheckpointError: the tensors do not fit the config, or cannot be read.
@@ -193,13 +192,13 @@ def _read_parameter(
 
         each = itertools.product(pieces, range(len(chosen)))
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda one: fill(*one), each):  # raises what the first one raises
+            for _ in pool.map(lambda one: fill(*one), each):  # iterate to raise the first error
                 pass
         return out
 
     if place is None:
         return jax.device_put(part((slice(None),) * len(shape)))
-    # Replicas request the same part: read it once.
+    # Read a part once for all its replicas.
     parts: dict[tuple, np.ndarray] = {}
 
     def cached(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -224,14 +223,14 @@ def read_tensor(
 
     Args:
         weights: the tensors.
-        layout: of the parameter.
-        layer: which of its layers.
+        layout: the layout of the parameter.
+        layer: the layer to read.
         shape: shape of a layer.
-        index: which part of it.
-        dtype: type to return it in.
+        index: the part to read.
+        dtype: type of the result.
 
     Raises:
-        CheckpointError: it cannot be read, or is not finite.
+        CheckpointError: the tensor cannot be read, or is not finite.
     """
     name = layout.tensor_name(layer)
     cut, rest = layout.tensor_slices(shape, index)

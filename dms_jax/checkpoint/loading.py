@@ -23,7 +23,7 @@ from dms_jax.model import low_rank
 from dms_jax.model.adapters import AdapterWeights
 from dms_jax.model.language_model import LanguageModel
 
-# Types that a model can be trained and run in. Stored float8 needs scales, so it is not one.
+# Types for training and running a model. Stored float8 needs scales, so it is not among them.
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -41,30 +41,29 @@ def load(
 
     Args:
         path: a Hugging Face directory, a hub id ("owner/name" or "owner/name@revision"), or a GGUF
-            file (any part of a model that is split over several).
-        dtype: type of the parameters; None keeps what the files hold, and float32 where they hold
-            quantised numbers.
-        mesh: devices over which to place the parameters; None places them on the default device.
+            file (any part of a split model).
+        dtype: type of the parameters; None keeps the files' type, or float32 if they are quantised.
+        mesh: devices for the parameters; None for the default device.
         adapter: directory of an adapter that was trained on this checkpoint with its weights frozen
             (`save(..., adapter_only=True)`). Its tensors keep their type, because decisions compare
             its output with a threshold; its policy becomes the model's.
         merge: whether to add the adapter's low-rank updates to the weights. False keeps them
             beside the weights, as PEFT does: the model can then be trained further, and its adapter
-            saved again. True does as PEFT's `merge_and_unload`, and spares eight small products a
-            layer; without low-rank updates it changes nothing.
-        for_training: whether the mesh's `data` axis splits the parameters too, as training keeps
-            them, so that no device holds the whole model. `model.place()` places them for decoding.
-        untrained: whether to run policies that the model never learned (DMS and DMC with a neuron
-            of attention); for tests and benchmarks.
+            saved again. True is like PEFT's `merge_and_unload`, and saves eight small products per
+            layer; it has no effect without low-rank updates.
+        for_training: whether the mesh's `data` axis splits the parameters too, as in training, so
+            that no device holds the whole model. `model.place()` places them for decoding.
+        untrained: whether to allow policies that the model was not trained for (DMS and DMC with an
+            attention neuron); for tests and benchmarks.
 
     Returns:
-        the model, with its tokenizer (None if there is none) and the policy that its config
-        declares (`Vanilla()` where it declares none).
+        the model, with its tokenizer (or None) and the policy that its config declares (`Vanilla()`
+        if none).
 
     Raises:
         CheckpointError: the checkpoint cannot be read or does not fit its config; or the adapter
-            was trained on another one.
-        ConfigError: the config is malformed, or describes a model that is not served exactly.
+            was trained on another checkpoint.
+        ConfigError: the config is malformed, or describes a model that is not supported exactly.
     """
     compilation.check_process()
     dtype = _check_dtype(dtype)
@@ -108,10 +107,10 @@ def load(
 def load_adapters(
     model: LanguageModel, paths: Mapping[str, str | pathlib.Path]
 ) -> dict[str, AdapterWeights]:
-    """Load adapters that were trained on the checkpoint that a model was loaded from.
+    """Load adapters that were trained on a model's checkpoint.
 
     Raises:
-        CheckpointError: one cannot be read, or was trained on another checkpoint.
+        CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
     """
     found, base = {}, None
     for name, path in paths.items():
@@ -140,9 +139,9 @@ def _load_adapter(model: LanguageModel, base: Contents, path: str | pathlib.Path
 
 
 def _start_device() -> None:
-    """Start the device and import what its programs need, while files are read.
+    """Start the device and import the modules of its programs, while files are read.
 
-    A GPU takes a second or two. Errors are raised again where the device is used.
+    A GPU takes a second or two. Errors are raised again when the device is used.
     """
     with contextlib.suppress(Exception):
         executables.import_runtime(jax.default_backend())
@@ -150,7 +149,7 @@ def _start_device() -> None:
 
 
 def _check_dtype(dtype: Any) -> np.dtype | None:
-    """Check the dtype of the parameters; None keeps that of the files."""
+    """Check the dtype of the parameters; None keeps the files' dtype."""
     if dtype is None:
         return None
     try:

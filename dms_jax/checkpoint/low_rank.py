@@ -24,7 +24,7 @@ def is_low_rank(name: str) -> bool:
 
 
 def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the factors of every layer; in the first process alone."""
+    """Yield the factors of every layer, only in the first process."""
     wanted = processes.is_first()
     for path, param in low_rank.factors_of(transformer).items():
         layout = _layout(path)
@@ -37,7 +37,7 @@ def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray
 def attach_factors(
     transformer: Transformer, size: LowRank, weights: Weights, mesh: jax.sharding.Mesh | None
 ) -> Transformer:
-    """Put the factors of a file beside the weights of a transformer, in the file's type.
+    """Attach a file's factors to the weights of a transformer, in the file's type.
 
     Raises:
         CheckpointError: the tensors are not those of such updates of this transformer.
@@ -101,7 +101,7 @@ def _read(weights: Weights, name: str) -> np.ndarray:
 
 
 def _layout(path: Path) -> Layout:
-    """The tensor of a factor: a matrix [out, in] of all outputs and inputs.
+    """The layout of a factor's tensor: a matrix [out, in].
 
     # ("layers", "attention", "qkv_proj", "q", "lora_b"), each layer [r, K, G, D]
     # -> "model.layers.{i}.self_attn.q_proj.lora_B.weight" [K * G * D, r]

@@ -1,9 +1,9 @@
-"""Normalise chat messages: prompts, requests to the server and training data alike.
+"""Normalise chat messages of prompts, server requests and training data.
 
-A message has a role and a content, which is a text. Accepted besides: content in parts of type
-text, which are joined; null or missing content beside tool calls; arguments of tool calls as a JSON
-text; null fields, as a table with a column for them has. Everything else is refused, because a
-template would print it as Python does or leave it out, and a model would learn the word None.
+A message has a role and a content, which is a text. Also accepted: content in parts of type text,
+which are joined; null or missing content beside tool calls; arguments of tool calls as a JSON
+string; null fields (from tables with a column for them). Everything else is refused, because a
+template would print it as a Python value or drop it, and a model would learn the word None.
 """
 
 import json
@@ -40,7 +40,7 @@ def text_of(content: Any) -> str:
     """Returns the text of a message's content; parts are joined.
 
     Raises:
-      DataError: it is neither a text nor a list of parts of type text.
+      DataError: the content is neither a text nor a list of parts of type text.
     """
     if isinstance(content, str):
         return content

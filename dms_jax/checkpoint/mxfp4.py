@@ -6,7 +6,7 @@ the numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3) and s a scal
 
     value = e2m1 * 2^(s - 127)
 
-which bfloat16 holds exactly. The matrix is given as transformers has it, [X, in, out].
+which bfloat16 holds exactly. The matrix is returned in transformers' layout, [X, in, out].
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ class Unpacked(Tensors):
     """Tensors by name, some of them packed in MXFP4.
 
     Args:
-        packed: the tensors as they are stored.
+        packed: the stored tensors.
 
     Raises:
-        CheckpointError: blocks have no scales, or others than theirs.
+        CheckpointError: blocks have missing or mismatched scales.
     """
 
     def __init__(self, packed: Tensors):
@@ -62,7 +62,7 @@ class Unpacked(Tensors):
         blocks = self._packed.read(name + BLOCKS, (*rows, slice(None)))
         scales = self._packed.read(name + SCALES, rows)
         out = np.empty((*blocks.shape[:2], self.shapes[name][1]), ml_dtypes.bfloat16)
-        for matrix, own, scale in zip(out, blocks, scales, strict=True):  # of one expert at a time
+        for matrix, own, scale in zip(out, blocks, scales, strict=True):  # one expert at a time
             numbers = np.stack([_E2M1[own & 15], _E2M1[own >> 4]], axis=-1)
             numbers = numbers.reshape(*scale.shape, BLOCK)
             exponents = scale.astype(np.int32)[..., None] - 127

@@ -1,6 +1,6 @@
-"""The Hugging Face tensor of each parameter, and its layout there.
+"""The Hugging Face tensor of each parameter, and its layout in the file.
 
-A Hugging Face matrix is [out, in] with heads flattened into one dimension, one tensor a layer.
+A Hugging Face matrix is [out, in] with heads flattened into one dimension, one tensor per layer.
 A parameter here is [in, out] with separate dimensions for heads and head dims, stacked over the
 layers. `Layout` lists which dimensions of the parameter make up each dimension of the tensor:
 
@@ -11,7 +11,7 @@ A parameter may consist of several tensors; a `Piece` is one of them:
 
     qkv_proj.kernel [L, E, K, G + 2, D]: q_proj is [:, :, :, :-2], k_proj [-2:-1], v_proj [-1:]
 
-and where a family stores such pieces as one tensor, one behind another (Phi), that is `Joined`.
+and if a family stores such pieces concatenated in one tensor (Phi), that is `Joined`.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The tensor(s) of a parameter: `name` contains `{i}` if there is one tensor for each layer."""
+    """The tensor(s) of a parameter; `name` contains `{i}` if there is one tensor per layer."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
 
     @property
     def stacked(self) -> bool:
-        """Whether the parameter stacks one tensor for each layer."""
+        """Whether the parameter stacks one tensor per layer."""
         return "{i}" in self.name
 
     def tensor_name(self, layer: int) -> str:
-        """Name of the tensor of a layer (the layer is ignored if there is only one tensor)."""
+        """Name of the tensor of a layer (ignored if there is only one tensor)."""
         return self.name.replace("{i}", str(layer))
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Layout:
         because its entries are contiguous there; the other dimensions are sliced after reading.
 
         Returns:
-            slices of the tensor's dimensions, and slices of the parameter as it was read.
+            slices of the tensor's dimensions, and slices to take from the result of that read.
         """
         cut, rest = [], list(index)
         for group in self.groups:
@@ -105,7 +105,7 @@ def _leading(group: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that one tensor fills: slices of axes (not of layers), or all."""
+    """The part of a parameter that one tensor fills: slices of its non-layer axes, or all."""
 
     layout: Layout
     part: tuple[tuple[int, slice], ...] = ()
@@ -125,7 +125,7 @@ class Piece:
     def within(
         self, index: tuple[slice, ...], shape: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Intersect the piece with a part of a parameter: its place in the part, and in the piece.
+        """Intersect the piece with a part of a parameter; returns the overlap's slices in each.
 
             # In: expert 3 of 4, a part of experts 2 and 3  Out: (1:2,), (0:1,)
 
@@ -148,7 +148,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Layout):
-    """A tensor of all pieces of a parameter, one behind another along its first dimension."""
+    """A tensor with all pieces of a parameter, concatenated along its first dimension."""
 
     groups: tuple[tuple[int, ...], ...] = ()
     pieces: tuple[Piece, ...] = ()
@@ -190,7 +190,7 @@ _TRANSPOSED = ((1,), (0,))
 _LAYER = "model.layers.{i}."
 _ATTENTION = _LAYER + "self_attn."
 _MLP = _LAYER + "mlp."
-# NVIDIA's names for the head that makes DMS decisions from the residual stream (the adapter).
+# NVIDIA's names for the head that computes DMS decisions from the residual stream (the adapter).
 _DMS = _ATTENTION + "dms_proj_alpha"
 
 Pieces = Mapping[Path, tuple[Piece, ...]]
@@ -215,7 +215,7 @@ _ALL_MODELS: Pieces = {
     ("layers", "adapter", "hidden", "bias"): _one(_DMS + "_hidden.bias", _VECTOR),
     ("layers", "adapter", "late", "kernel"): _one(_DMS + "_late.weight", _TRANSPOSED),
 }
-# The names of norms before and behind attention and feed-forward.
+# The names of norms before and after attention and feed-forward.
 _NORMS = {
     "pre": {"attention_norm": "input", "mlp_norm": "post_attention"},
     "post": {"attention_post_norm": "post_attention", "mlp_post_norm": "post_feedforward"},
@@ -234,7 +234,7 @@ _GATE_UP = (("gate_proj", slice(0, 1)), ("up_proj", slice(1, 2)))
 
 @functools.cache
 def pieces_of(config: ModelConfig) -> Pieces:
-    """Returns the tensors of every parameter that a model of the config's family can have."""
+    """Returns the tensors of all possible parameters of the config's family."""
     found = dict(_ALL_MODELS)
     for norm, name in _NORMS[config.norms].items():
         found["layers", norm, "scale"] = _one(f"{_LAYER}{name}_layernorm.weight", _VECTOR)
@@ -274,7 +274,7 @@ def _dense_mlp(config: ModelConfig) -> Pieces:
 
 
 def _experts(config: ModelConfig) -> Pieces:
-    """Kernels [X, E, 2, F] and [X, F, E] of all experts: a tensor each, or one for each expert."""
+    """Kernels [X, E, 2, F] and [X, F, E] of all experts: one tensor each, or one per expert."""
     assert config.experts is not None
     router, gate_up, down = (
         ("layers", "mlp", name) for name in ("router", "gate_up_proj", "down_proj")
@@ -309,9 +309,9 @@ ADAPTER_MARK = ".self_attn.dms_proj_alpha"
 
 
 def adapter_shape(shapes: Mapping[str, tuple[int, ...]], *, qkv_bias: bool) -> AdapterShape | None:
-    """Returns the shape of the adapter that a checkpoint's tensors make up; None for none.
+    """Returns the shape of the adapter in a checkpoint's tensors; None without one.
 
-    The biases of a linear adapter are taken for those of a model whose projections have some.
+    A linear adapter has biases if the model's projections have them.
     """
     if not any(ADAPTER_MARK in name for name in shapes):
         return None
@@ -329,7 +329,7 @@ def adapter_shape(shapes: Mapping[str, tuple[int, ...]], *, qkv_bias: bool) -> A
 
 
 def is_adapter(pieces: tuple[Piece, ...]) -> bool:
-    """Whether a parameter belongs to the head that makes DMS decisions."""
+    """Whether a parameter belongs to the DMS decision head."""
     return ADAPTER_MARK in pieces[0].layout.name
 
 

@@ -1,9 +1,10 @@
-"""How a cache policy is stored in `config.json`.
+"""The fields of `config.json` that store a cache policy.
 
 DMS is stored as the `dms_*` fields of NVIDIA's configs (Model-Optimizer `Qwen3ConfigDMS`, and the
 checkpoint nvidia/Qwen3-8B-DMS-8x, which has only `dms_window_size` and `dms_cr`, the latter for
-information). Absent fields have NVIDIA's defaults. `dms_decision_*` are ours, and are written only
-if they differ from what NVIDIA's code does. Every other policy is stored under `cache_policy`.
+information). Absent fields have NVIDIA's defaults. `dms_decision_*` are our additions, written only
+if they differ from the behaviour of NVIDIA's code. Every other policy is stored under
+`cache_policy`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from dms_jax.policies import DMS, Policy, Vanilla
 
 POLICY_KEY = "cache_policy"
 
-# Hugging Face field: (field of DMS, type)
+# Hugging Face field -> (field of DMS, type)
 _FIELDS: dict[str, tuple[str, type]] = {
     "dms_window_size": ("window", int),
     "dms_alpha_scale": ("alpha_scale", float),
@@ -35,11 +36,11 @@ def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | 
 
     Args:
         config: the contents of `config.json`.
-        has_adapter: whether the checkpoint has adapter tensors, which determines the source of
-            decisions if `dms_separate_alpha` is absent.
+        has_adapter: whether the checkpoint has adapter tensors, which sets the source of decisions
+            if `dms_separate_alpha` is absent.
 
     Raises:
-        ConfigError: the declaration is malformed, or there are two that differ.
+        ConfigError: the declaration is malformed, or two declarations differ.
     """
     declared = None
     if config.get(POLICY_KEY) is not None:
@@ -57,7 +58,7 @@ def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | 
 
 
 def policy_to_hf(policy: Policy, *, has_adapter: bool) -> dict[str, Any]:
-    """Build the fields of `config.json` that declare the policy; none for a plain Vanilla model."""
+    """Build the fields of `config.json` that declare the policy; none for plain Vanilla."""
     if isinstance(policy, DMS):
         fields: dict[str, Any] = {
             name: getattr(policy, field) for name, (field, _) in _FIELDS.items()

@@ -1,15 +1,15 @@
-"""Save a model and its policy as a Hugging Face directory that transformers opens.
+"""Save a model and its policy as a Hugging Face directory that transformers can load.
 
 An adapter and low-rank updates can be saved without the base (`adapter_saving.py`); otherwise
-low-rank updates are added to the weights.
+low-rank updates are merged into the weights.
 
-Everything is written into a directory beside the target, which replaces it at the end
-(`atomic_replace.py`), so that a full disk or an interrupt leaves the old checkpoint and never part
-of a new one.
+Everything is written into a directory beside the target, which replaces the target at the end
+(`atomic_replace.py`). So a full disk or an interrupt leaves the old checkpoint, never a partial
+one.
 
-Of several processes all call `save` (`distributed_save.py`). Each writes its files of tensors
-(`shard_plan.py`) into a directory that all of them see, and the first also writes the files beside
-the tensors. A model of one file is written by the first process alone.
+With several processes, all call `save` (`distributed_save.py`). Each writes its tensor files
+(`shard_plan.py`) into a shared directory, and the first also writes all other files. Only the first
+process writes a model of one file.
 """
 
 import os
@@ -38,7 +38,7 @@ from dms_jax.policies.base import LEARN_FIRST, check_adapter
 
 MAX_SHARD_BYTES = 5 * 10**9
 
-# A network file system may show a directory to another host so much later.
+# Seconds until a network file system shows a new directory to other hosts.
 _SEEN_WITHIN_SECONDS = 60
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -55,28 +55,28 @@ def save(
 
     Args:
         model: the model to write; tensors keep the dtype of its parameters.
-        policy: the cache policy that the model is meant to run with.
+        policy: the cache policy to run the model with.
         path: directory to write, following a link. If it already contains a checkpoint, its config,
             tensors and tokenizer are replaced; documents beside them (README, licence) are kept,
-            and so are the sampling fields of its generation_config.json. Several processes write
-            more than one file of tensors only into a directory that all of them see.
+            and so are the sampling fields of its generation_config.json. Several processes need a
+            shared directory, unless there is only one tensor file.
         adapter_only: write only the adapter's tensors, the low-rank updates, the policy and the
-            identity of the base, for `load(base, adapter=path)`: a few hundred kilobytes, with
-            low-rank updates megabytes. The base's files are read again to check that the model
-            still has their weights. If False, low-rank updates are added to the weights.
-        max_shard_bytes: size of a file of tensors, beyond which another one is begun. If the model
-            is no larger, the first of several processes holds it and writes that file alone, and
-            the others need not see the directory.
+            identity of the base, for `load(base, adapter=path)`: a few hundred kilobytes, or
+            megabytes with low-rank updates. The base's files are read again to check that the model
+            still has their weights. If False, low-rank updates are merged into the weights.
+        max_shard_bytes: the most bytes of a tensor file. If the model is no larger, the first of
+            several processes gathers it and writes that single file, and the others need not see
+            the directory.
 
     Raises:
         CheckpointError: the path cannot be written, or contains files that do not belong to a
-            checkpoint (such as tensors that its index does not name); or a tensor contains NaN; or
-            `adapter_only` is set and the other weights are not those of the checkpoint that the
-            model was loaded from; or one of several processes does not see the directory.
+            checkpoint (such as tensors missing from its index); a tensor contains NaN;
+            `adapter_only` is set and the other weights differ from the model's checkpoint; or one
+            of several processes does not see the directory.
         OtherProcessError: another process failed.
-        ConfigError: the policy needs an adapter that the model does not have, would use neurons
-            that carry decisions, or gives decisions another meaning than they were trained for; or
-            the model's family cannot express its switches.
+        ConfigError: the policy needs an adapter that the model lacks, would use neurons that carry
+            decisions, or interprets decisions differently than in training; or the model's family
+            cannot express its switches.
     """
     saving = prepare_save(model, policy, path, adapter_only, max_shard_bytes)
     saving.begin()
@@ -90,7 +90,7 @@ def prepare_save(
     adapter_only: bool,
     max_shard_bytes: int,
 ) -> Saving:
-    """Check the arguments of `save`; returns the save, which has not begun.
+    """Check the arguments of `save`; returns the save before its start.
 
     Raises:
         CheckpointError: the path is malformed.
@@ -122,8 +122,7 @@ def prepare_save(
     if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
         raise ConfigError(
             f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST} Tests "
-            "load the model with untrained=True."
+            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST}"
         )
     return _ModelSaving(model, policy, target, max_shard_bytes)
 
@@ -154,7 +153,7 @@ class _ModelSaving(Saving):
         self._tensors = own_tensors(arrays, self._files)
 
     def _open(self) -> pathlib.Path:
-        """Make the directory and write all files but the tensors."""
+        """Create the directory and write all files but the tensors."""
         directory = self._replacement.enter_context(atomic_replace(self._target, CHECKPOINT))
         write_json(directory / "config.json", self._config)
         before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
@@ -167,11 +166,11 @@ class _ModelSaving(Saving):
 
     def _write(self) -> None:
         directory = self._open() if self._directory is None else self._directory
-        if not self._own:  # its host need not see the directory
+        if not self._own:  # nothing to write: its host need not see the directory
             return
         _wait_for(directory, self._target)
         write_tensors(self._tensors, directory, self._own)
-        if not processes.is_first():  # it flushes what it wrote itself
+        if not processes.is_first():  # the first one flushes when it replaces the target
             flush(*(directory / file.name for file in self._own))
 
     def _complete(self) -> None:
@@ -179,10 +178,10 @@ class _ModelSaving(Saving):
 
 
 def _wait_for(directory: pathlib.Path, target: pathlib.Path) -> None:
-    """Wait until this process sees the directory that the first process made.
+    """Wait until this process sees the directory of the first process.
 
     Raises:
-        CheckpointError: it does not within a minute.
+        CheckpointError: it does not appear within a minute.
     """
     end = time.monotonic() + _SEEN_WITHIN_SECONDS
     while not (directory / "config.json").is_file():

@@ -1,7 +1,7 @@
 """Read a sentencepiece `.model` and rebuild it in the `tokenizers` library.
 
-A `.model` is a protobuf message (sentencepiece_model.proto). Only the fields that affect how text
-is split are read here, directly from the wire format, so that sentencepiece itself is not needed.
+A `.model` is a protobuf message (sentencepiece_model.proto). Only the fields that affect splitting
+are read, directly from the wire format, so sentencepiece itself is not needed.
 
 Byte-pair models: sentencepiece merges the adjacent pair whose concatenation is the piece of highest
 score, so each way to split a piece in two becomes a merge, ranked by the piece's score. Unigram
@@ -21,9 +21,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from dms_jax.errors import CheckpointError
 
 SPACE = "\u2581"
-# Characters; the trainer's default is 16, and every way to split a piece in two is tried.
+# The most characters of a piece; the trainer's default is 16. All ways to split a piece are tried.
 _LONGEST_PIECE = 4096
-# Characters in all splits of all pieces; the largest vocabularies in use have 10^7.
+# The most characters in all splits of all pieces; the largest vocabularies in use have 10^7.
 _MOST_CUTS = 2**28
 
 
@@ -48,7 +48,7 @@ class SentencePieceModel:
     algorithm: str  # "unigram" or "bpe"
     byte_fallback: bool
     unknown_id: int
-    begin_id: int  # -1 where the model has none
+    begin_id: int  # -1 if the model has none
     end_id: int
     character_map: bytes
     add_dummy_prefix: bool
@@ -59,7 +59,7 @@ def parse(data: bytes) -> SentencePieceModel:
     """Decode the contents of a `.model` file.
 
     Raises:
-        CheckpointError: the bytes are not a sentencepiece model, or one of an unserved algorithm.
+        CheckpointError: the bytes are not a sentencepiece model, or its algorithm is unsupported.
     """
     try:
         return _parse(data)
@@ -71,7 +71,7 @@ def parse(data: bytes) -> SentencePieceModel:
 
 
 def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
-    """Build the tokenizer that splits text as the sentencepiece model does."""
+    """Build a tokenizer that splits text like the sentencepiece model."""
     unknown = model.pieces[model.unknown_id]
     if model.algorithm == "bpe":
         vocabulary = {piece: index for index, piece in enumerate(model.pieces)}
@@ -100,8 +100,8 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     backend.decoder = decoders.Sequence(steps)
     special = (PieceType.CONTROL, PieceType.UNKNOWN)
-    # Runs of spaces (Gemma) are looked for in escaped text, the longest first. With a prepended
-    # space, one would come before each of them, too.
+    # Runs of spaces (Gemma) are searched for in escaped text, longest first. A prepended space
+    # would come before each of them, too.
     escaped = not model.add_dummy_prefix
     added = [
         AddedToken(
@@ -112,7 +112,7 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
         for piece, kind in zip(model.pieces, model.types, strict=True)
         if kind in special or kind == PieceType.USER_DEFINED
     ]
-    backend.add_tokens(added)  # at once: each call builds anew what finds them in text
+    backend.add_tokens(added)  # in one call: each call rebuilds the search structure
     return backend
 
 
@@ -200,7 +200,7 @@ def _parse(data: bytes) -> SentencePieceModel:
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """Every way to split a piece into two pieces, best score first."""
+    """All ways to split a piece into two pieces, best score first."""
     usable = (PieceType.NORMAL, PieceType.USER_DEFINED)
     identifiers = {
         piece: index
@@ -227,7 +227,7 @@ def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
     if model.character_map:
         steps.append(normalizers.Precompiled(model.character_map))
     if model.remove_extra_whitespaces:
-        # Only spaces: line breaks and tabs are characters like any other here.
+        # Only spaces: line breaks and tabs are ordinary characters here.
         steps.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
     if model.add_dummy_prefix:

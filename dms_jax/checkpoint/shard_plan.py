@@ -1,18 +1,17 @@
-"""Plan which file each tensor of a checkpoint is in, and which process writes each file.
+"""Assign the tensors of a checkpoint to files, and the files to processes.
 
-Tensors follow the order of the parameters, their layers and their pieces. A new file begins where
-one would exceed its size, so that several processes write the same files as one. Whole files are
-assigned to processes, the largest first, each to the process with the least to write. A process
-holds the files that it writes on its host: at most one file more than its share.
+Tensors are ordered by parameter, layer and piece. A new file begins when the last one is full, so
+that several processes write the same files as one. Whole files are assigned to processes, the
+largest first, each to the process with the least to write. A process holds its files in host
+memory: at most one file more than its share.
 
-A file has one writer, which receives whole tensors. Processes could instead write the rows that
-their devices hold into one file, but training splits the embedding dimension, which runs along the
-rows of most matrices in a file: at 128 shards these would be pieces of 128 bytes, and network file
-systems do not promise that adjacent writes of several hosts both arrive.
+A file has one writer, which receives whole tensors. Processes could instead write their devices'
+rows into one file, but training splits the embedding dimension, which runs along the rows of most
+matrices in a file: at 128 shards the pieces would have 128 bytes, and network file systems do not
+guarantee that adjacent writes of several hosts both arrive.
 
-Arrays that are sharded over processes are gathered on all devices a layer at a time, as a training
-step does. The processes take turns as the one that keeps a layer, so that they copy to their hosts
-at the same time.
+Arrays sharded over processes are gathered on all devices one layer at a time, as in a training
+step. The processes take turns keeping a layer, so that they copy to their hosts in parallel.
 """
 
 import dataclasses
@@ -39,8 +38,8 @@ class Tensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        part: the part of a parameter that it is made of.
-        piece: which piece of that it is.
+        part: the part of a parameter that it holds.
+        piece: its piece within that part.
         nbytes: its size.
     """
 
@@ -60,7 +59,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFile:
-    """A file of tensors, in their order, and the process that writes it."""
+    """A file of tensors in order, and the process that writes it."""
 
     name: str
     tensors: tuple[Tensor, ...]
@@ -73,7 +72,7 @@ class TensorFile:
 
 
 def list_tensors(arrays: Arrays, config: ModelConfig) -> list[Tensor]:
-    """List the tensors of the parameters of a model of this config, in their order."""
+    """List the tensors of a config's parameters in order."""
     found = []
     for path, value in arrays.items():
         pieces = names.pieces_of(config)[path]
@@ -87,7 +86,7 @@ def list_tensors(arrays: Arrays, config: ModelConfig) -> list[Tensor]:
 
 
 def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
-    """Put tensors into files of at most `max_file_bytes`, or of one tensor, and assign writers."""
+    """Put tensors into files of at most `max_file_bytes` (or one tensor), and assign writers."""
     cut: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -97,7 +96,7 @@ def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
         cut[-1].append(tensor)
         room -= tensor.nbytes
     sizes = [sum(tensor.nbytes for tensor in file) for file in cut]
-    # Processes of one host have numbers next to each other: a few files go to distant ones.
+    # Processes of one host have adjacent numbers, so a few files go to evenly spaced processes.
     count, of = min(len(cut), jax.process_count()), jax.process_count()
     loads = {place * of // count: 0 for place in range(count)}
     owners = [0] * len(cut)
@@ -113,8 +112,8 @@ def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
 def own_tensors(arrays: Arrays, files: list[TensorFile]) -> Tensors:
     """Yield the tensors that this process writes, in the order of its files.
 
-    Every process calls this. With several, it returns once the tensors of each are on its host,
-    where each stays until it is yielded. A single process moves a parameter at a time.
+    Every process calls this. With several processes it first moves all tensors to their writers'
+    hosts, where each stays until it is yielded. A single process moves one parameter at a time.
     """
     owners: dict[Part, set[int]] = {}
     for file in files:
@@ -134,7 +133,7 @@ def own_tensors(arrays: Arrays, files: list[TensorFile]) -> Tensors:
     for key, part in zip(parts, moved, strict=True):
         for tensor in of_part.get(key, ()):
             assert part is not None
-            # A copy of the piece: a view would keep all of the array.
+            # A copy of the piece: a view would keep the whole array alive.
             held[tensor.name] = np.array(tensor.cut(part))
     return ((each.name, each.piece.layout.to_tensor(held.pop(each.name))) for each in own)
 

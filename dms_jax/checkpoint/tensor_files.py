@@ -16,7 +16,7 @@ from dms_jax.errors import CheckpointError
 
 
 def write_tensors(tensors: Tensors, directory: pathlib.Path, files: Iterable[TensorFile]) -> None:
-    """Write the tensors into files, in the order in which they come."""
+    """Write the tensors into files, in the given order."""
     for file in files:
         content = {}
         for name, tensor in itertools.islice(tensors, len(file.tensors)):
@@ -26,7 +26,7 @@ def write_tensors(tensors: Tensors, directory: pathlib.Path, files: Iterable[Ten
 
 
 def write_index(directory: pathlib.Path, files: list[TensorFile]) -> None:
-    """Write the index, tensor to file, if there is more than one file."""
+    """Write the index, tensor -> file, if there are several files."""
     if len(files) > 1:
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
         total = sum(file.nbytes for file in files)

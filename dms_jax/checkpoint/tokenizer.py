@@ -1,7 +1,7 @@
 """Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
 `backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special
-tokens (`added_tokens.py`) and whether a text begins with one. The chat template is in
+tokens (`added_tokens.py`), and whether a text begins with one. The chat template is in
 `tokenizer_config.json`, in `chat_template.jinja` or, for some vision models, in
 `chat_template.json`.
 """
@@ -31,8 +31,8 @@ from dms_jax.errors import CheckpointError, DataError, plain
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _MOST_TEMPLATES = 32
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # the byte fallback of sentencepiece
-# Byte-level tokens are written in letters, one a byte: printable ones of Latin-1 for themselves,
-# and those from 256 on for the others, in order.
+# Byte-level tokens are written with one letter per byte: printable Latin-1 bytes as themselves, the
+# others as the characters from 256 on, in order.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES_BY_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -44,11 +44,10 @@ class Tokenizer:
     """Text to token ids and back, with the special tokens and the chat template of a checkpoint.
 
     Attributes:
-        backend: the `tokenizers.Tokenizer` that does the work.
-        special_tokens: name ("bos_token", ...) to text, of those that the checkpoint declares.
+        backend: the underlying `tokenizers.Tokenizer`.
+        special_tokens: name ("bos_token", ...) -> text, as the checkpoint declares.
         chat_template: jinja source, or None.
-        template_variables: variables of the template besides those that a call gives; see
-            `LanguageModel.with_template`.
+        template_variables: default variables of the template; see `LanguageModel.with_template`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Tokenizer:
         chat_template: str | Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
     ):
-        # Truncation and padding settings from training would change prompts.
+        # Drop truncation and padding settings from training, which would change prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -79,7 +78,7 @@ class Tokenizer:
         """Read the tokenizer of a Hugging Face directory; None if there is none.
 
         Raises:
-            CheckpointError: the files are damaged, or of a kind that is not served.
+            CheckpointError: the files are damaged, or of an unsupported kind.
         """
         directory = expanded(directory)
         config = read_json(directory, "tokenizer_config.json", max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
@@ -95,7 +94,7 @@ class Tokenizer:
             raw = not fast and find(directory, "tokenizer.model") is not None
             declared.add_to(backend, fixed=fast, raw=raw)
             special = {name: token.content for name, token in declared.named.items()}
-            # Beside a tokenizer.json only the class for Llama heeds these fields.
+            # With a tokenizer.json, only Llama's class honours these fields.
             if not fast or (class_of(directory, config) or "llama") == "llama":
                 apply_sequence_ends(backend, config, special)
             backend.encode_special_tokens = config.get("split_special_tokens") is True
@@ -110,7 +109,7 @@ class Tokenizer:
             if name in config
         }
         if not fast:
-            # The slow classes would rebuild the tokenizer from files that we do not write.
+            # Slow classes would rebuild the tokenizer from files that we do not write.
             extra["tokenizer_class"] = "PreTrainedTokenizerFast"
         return cls(
             backend,
@@ -121,7 +120,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that `encode` can give."""
+        """One more than the largest id that `encode` can return."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -142,14 +141,14 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text that the model will continue.
 
-        The checkpoint decides which tokens begin it. No end token is added, even if the checkpoint
-        asks for one (`add_eos_token`): the model would have to continue a finished text.
+        The checkpoint decides which tokens begin the text. No end token is added, even if the
+        checkpoint asks for one (`add_eos_token`), because the model continues the text.
 
         The output of `apply_chat_template` already contains its special tokens: encode it with
         `add_special_tokens=False`.
 
         Raises:
-            DataError: it is not a text, or the tokenizer fails on it.
+            DataError: the argument is not a text, or the tokenizer fails on it.
         """
         if not isinstance(text, str):
             raise DataError(f"a text to encode must be a string, got {type(text).__name__}")
@@ -180,7 +179,7 @@ class Tokenizer:
             whole = [int(index) for index in whole]
         if whole and not 0 <= min(whole) <= max(whole) < 2**32:
             raise DataError("token ids to decode must lie in 0 ... 2^32 - 1")
-        # Streams decode a few tokens at a time: `library_errors` costs time only after an error.
+        # Streams decode a few tokens at a time, so enter `library_errors` only after an error.
         try:
             return self.backend.decode(whole, skip_special_tokens=skip_special_tokens)
         except BaseException:
@@ -188,10 +187,10 @@ class Tokenizer:
                 raise
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of a token, perhaps only part of a character; None if unknown."""
+        """The UTF-8 bytes of a token, which may be part of a character; None if unknown."""
         once, twice = (self.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         if "\ufffd" not in twice:
-            return twice[len(once) :].encode()  # the first may have lost a space
+            return twice[len(once) :].encode()  # decoding may drop the first token's space
         piece = self.backend.id_to_token(token) or ""
         if byte := _BYTE.fullmatch(piece):
             return bytes([int(byte[1], 16)])
@@ -223,8 +222,8 @@ class Tokenizer:
             raise DataError(f"a chat template must be a text, got {type(template).__name__}")
         if template is None:
             raise DataError(
-                "this checkpoint has no chat template: write the prompt as plain text, or set "
-                "tokenizer.chat_template"
+                "this checkpoint has no chat template: write the prompt as plain text, or add a "
+                "chat_template to tokenizer_config.json"
             )
         from dms_jax.checkpoint.chat import render_chat  # not at the top: jinja2 is slow to import
 
@@ -239,7 +238,7 @@ class Tokenizer:
     def with_shown(self, texts: Iterable[str]) -> "Tokenizer":
         """Return a tokenizer whose `decode` does not skip these special tokens.
 
-        Some are meant to be read, such as the tokens that introduce a tool call.
+        For tokens that a parser needs, such as those that introduce a tool call.
         """
         added, wanted = self.backend.get_added_tokens_decoder().values(), set(texts)
         if not any(token.special and token.content in wanted for token in added):
@@ -287,9 +286,9 @@ class Tokenizer:
             (directory / name).write_bytes(data)
 
     def _ending(self, found: tokenizers.Encoding) -> int:
-        """The number of tokens that the post-processor has added at the end of a text."""
+        """The number of tokens that the post-processor added at the end of a text."""
         added = found.special_tokens_mask
-        if 0 not in added and added:  # an empty text: what is added at its two ends meets
+        if 0 not in added and added:  # an empty text: its begin and end tokens are adjacent
             added = self.backend.encode("a").special_tokens_mask
         return len(added) if 0 not in added else added[::-1].index(0)
 
@@ -303,7 +302,7 @@ def apply_sequence_ends(
 ) -> None:
     """Add or remove the begin and end tokens as `add_bos_token` and `add_eos_token` ask.
 
-    If neither is given, the post-processor of `tokenizer.json` stays.
+    If neither is given, the post-processor of `tokenizer.json` is kept.
     """
     if not any(isinstance(config.get(f"add_{end}_token"), bool) for end in ("bos", "eos")):
         return
@@ -327,7 +326,7 @@ def apply_sequence_ends(
 
 
 def _template_files(directory: pathlib.Path) -> list[str]:
-    """The files of a directory that may hold chat templates, as transformers names them."""
+    """The files of a directory that may hold chat templates, under transformers' names."""
     folder = directory / _MORE_TEMPLATES
     more = [file.name for file in folder.glob("*.jinja")] if folder.is_dir() else []
     return [_TEMPLATE, *(f"{_MORE_TEMPLATES}/{name}" for name in sorted(more)[:_MOST_TEMPLATES])]

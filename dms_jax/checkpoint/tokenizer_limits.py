@@ -1,9 +1,9 @@
 """Limits for a `tokenizer.json`, which is untrusted input: a program that runs on every text.
 
-A few kilobytes can ask for the impossible: nine steps that each write sixteen letters for one make
-6 * 10^10 characters of a word of five. So the number of steps, their nesting, how much longer they
-can make a text, what they put around it, and the added tokens are limited before the tokenizer is
-built. Regular expressions that backtrack without end are stopped by the library.
+A few kilobytes can cause unbounded work: nine steps that each write sixteen letters for one turn
+a letter into 7 * 10^10 characters. So before the tokenizer is built, limits apply to the number of
+steps, their nesting, the growth of a text, the tokens around it, and the added tokens. The library
+stops regular expressions that backtrack without end.
 """
 
 import json
@@ -13,13 +13,13 @@ from typing import Any
 
 from dms_jax.errors import CheckpointError
 
-# The largest in use: Gemma has 6,000 added tokens and XLM-R's kind a dozen steps; NFKC makes 18
-# characters of one, and models that write more than two for one are not known.
+# The largest in use: Gemma has 6,000 added tokens, XLM-R's kind a dozen steps; NFKC turns one
+# character into up to 18, and no known model's own steps turn one into more than two.
 MAX_ADDED_TOKENS = 100_000
 MAX_STEPS = 200
 MAX_DEPTH = 12
-MAX_AROUND = 64  # tokens or characters that are put around a text
-MAX_GROWTH = 2_000  # characters that one becomes, at the worst
+MAX_AROUND = 64  # tokens or characters put around a text
+MAX_GROWTH = 2_000  # characters that one character can become
 MAX_TEXT = 20_000  # characters of a step's texts and regular expressions
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -39,14 +39,14 @@ def check_layout(data: bytes) -> None:
     """Check the content of a tokenizer.json.
 
     Raises:
-        CheckpointError: it asks for more than any tokenizer needs.
+        CheckpointError: it exceeds a limit.
     """
     try:
         layout = json.loads(data)
     except RecursionError as error:
         raise _refused("it is nested too deeply") from error
     except ValueError:
-        return  # the library says what is wrong
+        return  # the library reports the error
     if not isinstance(layout, dict):
         return
     added = layout.get("added_tokens")
@@ -69,7 +69,7 @@ def _refused(why: str) -> CheckpointError:
 
 
 def _steps(node: Any, part: str, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a part, of sequences within sequences too."""
+    """Yield the steps of a part, including those of nested sequences."""
     if not isinstance(node, Mapping):
         return
     if depth > MAX_DEPTH:
@@ -82,7 +82,7 @@ def _steps(node: Any, part: str, depth: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float | int:
-    """The most characters that a step makes of one."""
+    """The most characters into which a step turns one character."""
     content = step.get("content")
     if step.get("type") != "Replace" or not isinstance(content, str):
         return _GROWTH.get(str(step.get("type")), 1)
@@ -90,7 +90,7 @@ def _growth(step: Mapping[str, Any]) -> float | int:
     text = pattern.get("String") if isinstance(pattern, Mapping) else None
     if isinstance(text, str) and text:
         return max(1, len(content) / len(text))
-    return 1 + len(content)  # a regular expression or an empty text matches beside every character
+    return 1 + len(content)  # a regular expression or an empty text may match at every character
 
 
 def _check_step(step: Mapping[str, Any], part: str) -> None:

@@ -27,16 +27,16 @@ _DTYPES = {
 }
 
 _PACKED = ("_blocks", "_scales")  # the parts of a matrix in 4 bits, see `mxfp4`
-_MAX_TENSORS = 200_000  # of a file; a model of 10,000 layers has 120,000
+_MAX_TENSORS = 200_000  # per file; a model of 10,000 layers has 120,000
 
 
 class Tensors(abc.ABC):
-    """The tensors of a model under their Hugging Face names, whatever files they come from.
+    """The tensors of a model under their Hugging Face names, independent of the file format.
 
     Attributes:
         shapes: shape of every tensor.
-        dtypes: type of every tensor, as it is read by default.
-        config_name: what describes the model's shape, for messages.
+        dtypes: default type of every tensor when read.
+        config_name: the source of the model's shape, for messages.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -65,8 +65,7 @@ class Weights(Tensors):
         config_name: what describes the model's shape, for messages.
 
     Raises:
-        CheckpointError: a file is damaged or cut short, or has numbers of a type that is not
-            served.
+        CheckpointError: a file is damaged or cut short, or has numbers of an unsupported type.
     """
 
     config_name = "config.json"
@@ -83,12 +82,12 @@ class Weights(Tensors):
         """Strip the prefixes that PyTorch's wrappers left in the names of the tensors.
 
         Raises:
-            CheckpointError: two tensors then have the same name.
+          CheckpointError: two tensors have the same name afterwards.
         """
         self._rename(parameter_names(self._files))
 
     def keep_language_model(self) -> None:
-        """Drop the tensors of the vision part; name the others as a plain language model does."""
+        """Drop the tensors of the vision part; rename the others to a plain language model's."""
         self._rename(language_names(self._files))
 
     def _rename(self, stored: Mapping[str, str]) -> None:
@@ -152,7 +151,7 @@ class Weights(Tensors):
 
 
 def shard_names(directory: pathlib.Path) -> list[str] | None:
-    """Names of the files that the index of a checkpoint lists; None if there is no index.
+    """Names of the files in a checkpoint's index; None without an index.
 
     Raises:
         CheckpointError: the index is damaged.

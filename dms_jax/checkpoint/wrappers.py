@@ -7,7 +7,7 @@
     layers.0.mlp.up_proj.weight                          the model without its head
 
 In each case the parameter is model.layers.0.mlp.up_proj.weight. A prefix is stripped only if every
-tensor has it and the rest are names of a model, so that nothing is guessed.
+tensor has it and the remaining names are a model's, so nothing is guessed.
 """
 
 from collections.abc import Collection
@@ -23,10 +23,10 @@ _HEADLESS = ("embed_tokens.", "layers.", "norm.")
 
 
 def parameter_names(stored: Collection[str]) -> dict[str, str]:
-    """The name of the parameter of each tensor: parameter name to stored name.
+    """The parameter name of each tensor: parameter name -> stored name.
 
     Raises:
-        CheckpointError: two tensors have the same name without what a wrapper left in it.
+      CheckpointError: two tensors have the same name after stripping.
     """
     names = {name: _without(name) for name in stored}
     while prefix := _common(names.values()):
@@ -39,14 +39,14 @@ def parameter_names(stored: Collection[str]) -> dict[str, str]:
         if short in found:
             raise CheckpointError(
                 f"the tensors {plain(found[short])} and {plain(name)} are both {plain(short)} "
-                "without what a wrapper of PyTorch left in their names: keep one of them"
+                "without the prefixes of PyTorch's wrappers: keep one of them"
             )
         found[short] = name
     return found
 
 
 def language_names(stored: Collection[str]) -> dict[str, str]:
-    """The tensors of the language model of a model that reads images: name to stored name."""
+    """The tensors of the language part of a model that reads images: name -> stored name."""
     found = {}
     for name in stored:
         if name.removeprefix("model.").startswith(_IMAGES):

@@ -1,9 +1,9 @@
 """The command line: `dms-jax COMMAND`, or `python -m dms_jax.command_line COMMAND`.
 
 Each command is a module of this package with a dataclass of settings, `Config`, which tyro fills
-from the command line, and a function `main` that takes one. `PRESETS` of a module are named
-starting points: such a name comes before the options, and without one the first is meant. Exit
-statuses are in `running`. The list of commands is shown without importing any of them.
+from the command line, and a function `main` that takes it. A module's `PRESETS` are named starting
+points: the name comes before the options, and the first one is the default. Exit statuses are in
+`running`. Listing the commands imports none of them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status (see `running`).
 
     Args:
-      arguments: by default those of the command line.
+      arguments: by default the command line's.
 
     Raises:
       SystemExit: for `--help` (status 0) and for unknown options (status 2).
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"{name!r} is no command{guess(name, COMMANDS)}; there are {known}."
         print(f"{ConfigError.__name__}: {message}", file=sys.stderr)
         return WRONG_CALL
-    # What parses settings is not needed for the list above.
+    # Imported here: the list above needs no settings parser.
     from dms_jax.command_line import running
 
     module = importlib.import_module(f"{__name__}.{name}")

@@ -1,4 +1,4 @@
-"""`python -m dms_jax.command_line`: `dms-jax` where that is not on the path."""
+"""`python -m dms_jax.command_line`: for use when `dms-jax` is not on the path."""
 
 import sys
 

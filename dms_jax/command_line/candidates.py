@@ -1,4 +1,4 @@
-"""Several policies on the same problems or text: reading them, and the table of results."""
+"""Compare several policies on the same problems or text: parse them, and print the table."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from dms_jax.policies import Policy
 
 Evaluated = Result | ChoiceResult | Perplexity
 
-# A policy that fails so is reported, and the others still run.
+# A policy that fails with one of these is reported, and the others still run.
 FAILURES = (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError, NotImplementedError)
 NOTE = """\
 change: against the first row, with the standard error of the paired differences. peak, reads:
@@ -34,7 +34,7 @@ tokens, averages over layers and heads. kB: pages and policy state of a sequence
 
 
 def gave_up(error: BaseException) -> bool:
-    """Whether the device itself failed; running out of memory is no such failure."""
+    """Whether the device itself failed; running out of memory does not count."""
     return isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(error)
 
 
@@ -43,11 +43,11 @@ class Candidate:
     """One row of a comparison.
 
     Attributes:
-      name: of its row.
+      name: name of its row.
       policy: its policy; None for the one that the checkpoint declares.
-      options: the options of the policy that were given.
+      options: the given options of the policy.
       model, adapter: as in `Config`.
-      kv_dtype: type of its cache; None for the model's.
+      kv_dtype: type of its cache; None for the model's type.
     """
 
     name: str
@@ -69,10 +69,10 @@ def read_candidates(
 
     Args:
       texts: the values of --policies.
-      model, adapter: for candidates that name none.
+      model, adapter: defaults of the candidates.
 
     Raises:
-      ConfigError: a policy or an option is unknown, or two rows have one name.
+      ConfigError: a policy or an option is unknown, or two rows have the same name.
     """
     found = []
     for text in texts:
@@ -99,9 +99,9 @@ def read_candidates(
 
 
 def observed(result: Evaluated) -> tuple[Measured, Float[np.ndarray, " observations"]]:
-    """Returns a result's mean with its error, and the observations that it is the mean of.
+    """Returns a result's mean with its error, and the observations that it averages.
 
-    In percent for each problem, or in nats a token for each window of a text.
+    In percent per problem, or in nats per token for each window of a text.
     """
     if isinstance(result, Perplexity):
         return result.loss, result.window_nats

@@ -5,12 +5,12 @@
     dms-jax chat --model path/to/checkpoint --system "Be brief." --policy H2O
 
 Each line goes to the model. An empty line or the end of the input (Ctrl-D) ends the conversation,
-Ctrl-C ends an answer. A checkpoint with a chat template gets messages; one without continues the
-text as it is.
+Ctrl-C ends an answer. A checkpoint with a chat template gets messages; others continue the plain
+text.
 
-What a model thinks before it answers (<think>, the channels of gpt-oss) is dimmed on a terminal and
-left out elsewhere. Chat templates leave thoughts of earlier turns out, so after one the next turn
-reads the conversation again.
+Thoughts before an answer (<think>, the channels of gpt-oss) are dimmed on a terminal and omitted
+elsewhere. Chat templates drop thoughts of earlier turns, so after a thought the next turn prefills
+the conversation again.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
       lines: the user's turns; by default read from the keyboard.
     """
     console = Console(highlight=False)
-    # Checked first: loading takes long, and no line is read that cannot be answered.
+    # Check first: loading takes long, and no line should be read that cannot be answered.
     config.make_policy()
     sampling = config.make_sampling()
     max_tokens = check("--max-tokens", config.max_tokens, Count | None)
@@ -98,7 +98,7 @@ def answer(
     form: AnswerForm,
     sampling: dms_jax.Sampling,
 ) -> Completion | None:
-    """Streams an answer and shows what the cache holds after it.
+    """Streams an answer and shows the content of the cache after it.
 
     Returns:
       The answer; None if Ctrl-C cut it off.

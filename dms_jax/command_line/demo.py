@@ -7,8 +7,8 @@
 The first part (`demos/quickstart.py`) retrofits stories260K and decodes held-out stories under
 every cache; the second (`demos/solve.py`) lets the shipped reasoning model and its DMS retrofit
 work on the same problems, side by side. They need no accelerator: on two idle CPU cores the first
-takes two to three minutes, both about four. An installed wheel downloads the two larger models (43
-MB, once); if it cannot, the second part is left out.
+takes two to three minutes, both about four. An installed wheel downloads the two larger models once
+(43 MB); if it cannot, the second part is skipped.
 """
 
 import dataclasses

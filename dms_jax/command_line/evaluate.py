@@ -22,8 +22,8 @@ Several policies on the same problems, or on the same text token by token, compa
     dms-jax evaluate --model stories260k --task text --task-options max_tokens=4000 \
         --policies Vanilla TOVA,compression_ratio=4 Knorm,compression_ratio=4,interval=16
 
-Problems are made from seeds (those of the test split are never trained on), or read from a file in
-the form in which its publisher distributes it.
+Problems are generated from seeds (training never uses those of the test split), or read from a file
+in its publisher's format.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ from rich.console import Console
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.checks import Count, Whole, check
 from dms_jax.command_line.candidates import (
     FAILURES,
     Candidate,
@@ -48,15 +49,18 @@ from dms_jax.command_line.candidates import (
 )
 from dms_jax.command_line.options import (
     CHOICES,
+    Devices,
     check_names,
     load_model,
     read_chat,
     read_choices,
+    read_files,
     read_options,
     read_policy,
     read_tasks,
 )
 from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.data import TextFiles
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import (
     SAMPLING,
@@ -76,13 +80,13 @@ SERVING = Serving()
 CALL = {name: each.default for name, each in inspect.signature(evaluate).parameters.items()}
 TEXT = "text"
 _TEXT_OPTIONS = ("path", "window", "max_tokens")
-_TEXT_LANES = 64  # windows at a time; all of them have a place in the cache
+_TEXT_LANES = 64  # windows at a time; all of them fit into the cache
 
 INTERRUPTED = "Stopped. The same call with --answers goes on after the answers that are there."
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Devices):
     """Let a model answer the problems of a task from a small cache, and score the answers."""
 
     model: str = "reasoner-11m"
@@ -91,15 +95,15 @@ class Config:
     adapter: str | None = None
     """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     task: str = "reasoning"
-    """linear, arithmetic, words, needle, tracking, or reasoning: the first three in turn; ruler:
-    all tasks of RULER whose data is given, or the one that task= names; from a file and answered
-    in words gsm8k, math500, aime, gpqa, mathematics; from a file and answered by programs
-    humaneval, livecodebench; from a file and answered by likelihood mmlu, arc, hellaswag, piqa,
-    winogrande, boolq; text: the loss on a text, predicted token by token from the cache."""
+    """Generated: linear, arithmetic, words, needle, tracking, or reasoning (the first three in
+    turn). ruler: all tasks of RULER whose data is given, or the one named by task=. From a file,
+    answered in text: gsm8k, math500, aime, gpqa, mathematics; by programs: humaneval,
+    livecodebench; by likelihood: mmlu, arc, hellaswag, piqa, winogrande, boolq. text: the loss on a
+    text, predicted token by token from the cache."""
     task_options: tuple[str, ...] = ()
-    """Difficulty and length of the task, as name=value or as one JSON object; of tasks on files
-    path=, few_shot= and examples=; of ruler length=, squad=, hotpotqa=, essays= and words=; of text
-    path= (TinyStories unless given), window= and max_tokens=."""
+    """Options of the task, as name=value or as one JSON object: difficulty and length of generated
+    tasks; path=, few_shot= and examples= of tasks on files; length=, squad=, hotpotqa=, essays= and
+    words= of ruler; path= (default TinyStories), window= and max_tokens= of text."""
     allow_code: bool = False
     """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
     chat: bool = False
@@ -109,19 +113,20 @@ class Config:
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false)."""
     policy: str | None = None
-    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
+    """Name of a cache policy from the list above; by default the one that the checkpoint
+    declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     policies: tuple[str, ...] = ()
-    """Several policies in place of one, as POLICY,option=value,...: the first is what the others
-    are compared with. Beside the policy's own options model=, adapter= (as --model and --adapter),
-    kv_dtype= (float8_e4m3 or int4) and name= (of its row)."""
+    """Several policies in place of one, as POLICY,option=value,...; the others are compared with
+    the first. Besides the policy's options: model=, adapter= (as --model and --adapter), kv_dtype=
+    (float8_e4m3 or int4) and name= (of its row)."""
     problems: int | None = CALL["problems"]
-    """Problems to answer; by default all of a file, and 200 of those made from seeds."""
+    """Problems to answer; by default all of a file, and 200 of generated ones."""
     chains: int = CALL["chains"]
-    """Answers to each problem; more than one are also put to the vote."""
+    """Answers to each problem; with more than one, a vote is scored too."""
     split: Split = CALL["split"]
-    """Part of a task made from seeds that the problems are of; files are taken as they are."""
+    """Split of a generated task; files have no splits."""
     temperature: float = SAMPLING.temperature
     """0 takes the most likely token."""
     top_p: float = SAMPLING.top_p
@@ -137,7 +142,7 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; by default that of the files."""
     answers: pathlib.Path | None = None
-    """Folder for the answers, one below it for each of --policies; the same call resumes from
+    """Folder for the answers, with a subfolder for each of --policies; the same call resumes from
     it."""
     samples: int = 3
     """Completions to keep in the file of --out."""
@@ -151,7 +156,7 @@ class Config:
         )
 
     def make_chat(self) -> Chat | None:
-        """Returns how questions go through the chat template; None to ask in plain text."""
+        """Returns the chat options; None for plain text prompts."""
         return read_chat(asked=self.chat, system=self.system, template=self.template)
 
 
@@ -159,7 +164,7 @@ Measure = Callable[[dms_jax.LanguageModel, Candidate, pathlib.Path | None], Eval
 
 
 def main(config: Config) -> Evaluated | dict[str, Evaluated]:
-    """Evaluates, prints the table, writes the file; returns the results of several by name."""
+    """Evaluates, prints the table, writes the file; returns the result, or several by name."""
     if config.samples < 0:
         raise dms_jax.ConfigError(f"--samples must be at least 0, got {config.samples}.")
     if config.out is not None:
@@ -170,7 +175,7 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
     policy = read_policy(config.policy, config.options)
     options = read_options(config.options)
     one = Candidate(config.task, policy, options, config.model, config.adapter)
-    model = load_model(config.model, config.adapter, config.dtype)
+    model = load_model(config.model, config.adapter, config.dtype, config.make_mesh())
     result = measure(model, one, config.answers)
     describe(config, result)
     if config.out is not None:
@@ -181,7 +186,7 @@ def main(config: Config) -> Evaluated | dict[str, Evaluated]:
 
 
 def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
-    """Evaluates policies one after the other, and names those that failed at the end.
+    """Evaluates policies one after the other, and lists failed ones at the end.
 
     Raises:
       ConfigError: --policy or --options is given as well.
@@ -192,16 +197,16 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
             "and --options."
         )
     candidates = read_candidates(config.policies, model=config.model, adapter=config.adapter)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console, mesh = Console(width=None if sys.stdout.isatty() else 120), config.make_mesh()
     results: dict[str, Evaluated] = {}
     failed: dict[str, str] = {}
     models: dict[tuple[str, str | None], dms_jax.LanguageModel] = {}
     for each in candidates:
         try:
             if (each.model, each.adapter) not in models:
-                models.clear()  # before the next one is read: both may not fit a device
+                models.clear()  # before loading the next one: both may not fit a device
                 models[each.model, each.adapter] = load_model(
-                    each.model, each.adapter, config.dtype
+                    each.model, each.adapter, config.dtype, mesh
                 )
             answers = None if config.answers is None else config.answers / each.name
             model = models[each.model, each.adapter]
@@ -235,8 +240,12 @@ def read_task(config: Config) -> Measure:
     """Returns a function that evaluates a model on the task.
 
     Raises:
-      ConfigError: there is no such task, or an option means nothing to it.
+      ConfigError: the task is unknown, or an option does not apply to it.
+      DataError: the task's file cannot be read.
     """
+    check("--problems", config.problems, Count | None)
+    check("--chains", config.chains, Count)
+    check("--seed", config.seed, Whole)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
     if config.task not in CHOICES and config.task != TEXT:
         return answered(config, serving)
@@ -246,6 +255,7 @@ def read_task(config: Config) -> Measure:
     if config.task == TEXT:
         return predicted(config, serving)
     choices = read_choices(config.task, config.task_options)
+    read_files([choices], config.problems)
 
     def measure(
         model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
@@ -256,6 +266,7 @@ def read_task(config: Config) -> Measure:
             policy=candidate.policy_for(model),
             problems=config.problems,
             serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+            progress=True,
         )
 
     return measure
@@ -267,6 +278,9 @@ def predicted(config: Config, serving: Serving) -> Measure:
     fields = read_options(config.task_options, "--task-options")
     check_names("--task-options", fields, _TEXT_OPTIONS)
     path = fields.pop("path", assets.path("tinystories") / "valid.txt")
+    TextFiles(path)  # whether it can be read is known before a long load
+    for name, value in fields.items():
+        check(f"--task-options {name}", value, Count | None)
     serving = dataclasses.replace(serving, lanes=min(serving.lanes, _TEXT_LANES))
 
     def measure(
@@ -277,6 +291,7 @@ def predicted(config: Config, serving: Serving) -> Measure:
             path,
             policy=candidate.policy_for(model),
             serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
+            progress=True,
             **fields,
         )
 
@@ -284,9 +299,10 @@ def predicted(config: Config, serving: Serving) -> Measure:
 
 
 def answered(config: Config, serving: Serving) -> Measure:
-    """Returns a function that scores answers in words or programs."""
+    """Returns a function that scores answers in text or programs."""
     chat, sampling = config.make_chat(), config.make_sampling()
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
+    read_files(tasks, config.problems)
 
     def measure(
         model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
@@ -302,7 +318,7 @@ def answered(config: Config, serving: Serving) -> Measure:
             chat=chat,
             seed=config.seed,
             out=answers,
-            progress=sys.stderr.isatty(),
+            progress=True,
             serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
         )
 
@@ -310,13 +326,13 @@ def answered(config: Config, serving: Serving) -> Measure:
 
 
 def refuse(config: Config, names: Sequence[str], those: str) -> None:
-    """Raises ConfigError if an option is given that this task does not use."""
+    """Raises ConfigError if an option is given that does not apply to this task."""
     defaults = Config()
+    how = "predicted token by token" if config.task == TEXT else "answered by likelihood"
     for name in names:
         if getattr(config, name) != getattr(defaults, name):
             raise dms_jax.ConfigError(
-                f"--{name.replace('_', '-')} is for {those}; {config.task} is answered by "
-                "likelihood."
+                f"--{name.replace('_', '-')} is for {those}; {config.task} is {how}."
             )
 
 
@@ -352,9 +368,8 @@ def describe(config: Config, result: Evaluated) -> None:
             if len(result.tasks) > 1:
                 rows += [{"label": each, **result.of_task(each).to_dict()} for each in result.tasks]
             print(summary_table(rows))
-            rate = float(result.new_tokens.sum()) / result.seconds
             print(
-                f"\n{name}: {result.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
+                f"\n{name}: {result.seconds:.1f} s with compilation"
                 "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of "
                 "all chains\nof a problem, averages over layers and heads. ratio: tokens seen "
                 "over live ones."

@@ -1,4 +1,4 @@
-r"""Complete prompts from a small cache, streamed, and show what each answer used.
+r"""Complete prompts from a small cache, streamed, and show the cache use of each answer.
 
     dms-jax generate "Once upon a time"
     dms-jax generate "Lily and Tom" --policy TOVA --options budget=64
@@ -7,10 +7,10 @@ r"""Complete prompts from a small cache, streamed, and show what each answer use
         --template enable_thinking=true
     dms-jax generate --file prompts.txt --policy TOVA --options '{"budget": 64}'
 
-Prompts come first: --options, --template and --stop take every word up to the next option.
+Prompts come first: --options, --template and --stop take all words up to the next option.
 
-What a model thinks before it answers a message (<think>, the channels of gpt-oss) is dimmed on a
-terminal and left out of a file or a pipe.
+Thoughts before an answer (<think>, the channels of gpt-oss) are dimmed on a terminal and omitted
+from a file or a pipe.
 """
 
 import collections
@@ -38,11 +38,12 @@ from dms_jax.policies.selective import SelectiveReading
 from pallas_kernels import serving
 
 INTERRUPTED = "\ninterrupted"
+SIZES = {"peak": "peak_tokens", "held": "peak_held_tokens", "live": "live_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
-    """Complete prompts from a small cache, streamed, and show what each answer used."""
+    """Complete prompts from a small cache, streamed, and show the cache use of each answer."""
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
     """Prompts: texts to complete, or messages to answer (--chat)."""
@@ -52,7 +53,7 @@ class Config(Generating):
     """Send each prompt as a user's message through the chat template. This is the default if the
     checkpoint has one."""
     plain: bool = False
-    """Give each prompt to the model as it is, even if the checkpoint has a chat template."""
+    """Use each prompt as plain text, even if the checkpoint has a chat template."""
     samples: int = 1
     """Answers to each prompt; they differ unless the temperature is 0."""
 
@@ -82,51 +83,68 @@ def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -
     if not config.chat:
         print(
             "Each prompt goes through the checkpoint's chat template as a user's message (--plain: "
-            "the prompt as it is).",
+            "plain text instead).",
             file=sys.stderr,
         )
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 class Screen:
-    """Shows answers: a single one streamed, several as each is done."""
+    """Shows answers: a single one streamed, several ones each when it ends.
 
-    def __init__(self, console: Console, prompts: Sequence[str], forms: Sequence[AnswerForm]):
+    Args:
+      console: where to write.
+      prompts: the prompts.
+      forms: how thoughts are marked in each answer.
+      continues: whether answers go on in the line in which a prompt ends.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        prompts: Sequence[str],
+        forms: Sequence[AnswerForm],
+        *,
+        continues: bool,
+    ):
         self._console, self._prompts, self._forms = console, prompts, forms
+        self._continues = continues
         self._texts: dict[int, str] = collections.defaultdict(str)
         self._alone: AnswerWriter | None = None
 
     def __call__(self, update: Update) -> None:
         if len(self._prompts) == 1:
-            if self._alone is None:  # not earlier: an error has a line of its own
-                self._show_prompt(0)
-                self._alone = AnswerWriter(self._console, self._forms[0])
+            if self._alone is None:  # not earlier, so that an error gets its own line
+                self._alone = self._begin(0)
             self._alone.write(update.text, last=update.finished)
             return
         self._texts[update.index] += update.text
         if update.finished:
             self._console.rule(f"{update.index}", align="left")
-            self._show_prompt(update.index)
-            writer = AnswerWriter(self._console, self._forms[update.index])
-            writer.write(self._texts[update.index], last=True)
+            self._begin(update.index).write(self._texts[update.index], last=True)
 
-    def _show_prompt(self, index: int) -> None:
-        prompt = self._prompts[index]
-        if self._console.is_terminal:
-            self._console.print(prompt, style="bold", markup=False, emoji=False, highlight=False)
-        else:  # a file gets the prompt as it is
-            Writer(self._console).write(prompt, last=True)
+    def _begin(self, index: int) -> AnswerWriter:
+        """Shows a prompt; returns the writer of the answer."""
+        writer = Writer(self._console, style="bold")
+        writer.write(self._prompts[index], last=not self._continues)
+        return AnswerWriter(self._console, self._forms[index], writer.pause())
+
+
+def sizes_to_show(generation: Generation) -> dict[str, str]:
+    """Returns columns of the table and their field of `Usage`; one if all have the same figures."""
+    for each in generation.completions:
+        if len({f"{getattr(each.usage, field):,.0f}" for field in SIZES.values()}) > 1:
+            return SIZES
+    return {"peak": SIZES["peak"]}
 
 
 def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
-    """Returns a table of what each answer used of the cache."""
-    table = Table(
-        title=f"{policy}: {generation.usage.new_tokens / seconds:,.0f} tokens a second, "
-        f"{seconds:.1f} s with compilation"
-    )
+    """Returns a table of the cache use of each answer."""
+    table = Table(title=f"{policy}: {seconds:.1f} s with compilation")
+    sizes = sizes_to_show(generation)
     for name in ("#", "ended by"):
         table.add_column(name)
-    for name in ("prompt", "new", "KV reads", "peak", "held", "live", "ratio", "cache kB"):
+    for name in ("prompt", "new", "KV reads", *sizes, "ratio", "cache kB"):
         table.add_column(name, justify="right")
 
     def row(label: str, reason: str, usage: Any) -> None:
@@ -136,9 +154,7 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
             f"{usage.prompt_tokens:,}",
             f"{usage.new_tokens:,}",
             f"{usage.kv_reads:,.0f}",
-            f"{usage.peak_tokens:,.0f}",
-            f"{usage.peak_held_tokens:,.0f}",
-            f"{usage.live_tokens:,.0f}",
+            *(f"{getattr(usage, field):,.0f}" for field in sizes.values()),
             f"{usage.compression_ratio:.2f}",
             f"{usage.cache_bytes / 1e3:,.0f}",
         )
@@ -152,7 +168,7 @@ def usage_table(generation: Generation, policy: str, seconds: float) -> Table:
 
 
 def nothing_left(policy: Policy, generation: Generation) -> str | None:
-    """Returns advice if a policy that should drop tokens dropped none, else None."""
+    """Returns advice if a policy that should drop tokens dropped none, otherwise None."""
     usage = generation.usage
     if isinstance(policy, Vanilla | SelectiveReading) or usage.compression_ratio > 1:
         return None
@@ -194,7 +210,7 @@ def main(config: Config) -> Generation:
         policy=policy,
         sampling=sampling,
         **cache,
-        on_tokens=Screen(console, texts, forms),
+        on_tokens=Screen(console, texts, forms, continues=not is_chat(prompts[0])),
     )
     seconds = time.perf_counter() - start
     name = (policy or model.policy).name
@@ -211,9 +227,14 @@ def main(config: Config) -> Generation:
         dtype=model.dtype,
         pages_dtype=stored.dtype,
     )
+    told = "peak: entries in the cache, at most and at the end."
+    if len(sizes_to_show(generation)) > 1:
+        told = (
+            "peak, live: entries in the cache, at most and at the end; held: at most, with those "
+            "of a prompt that are read before they are dropped."
+        )
     console.print(
-        "KV reads: entries read by the decode steps. peak, live: entries in the cache, at most and "
-        "at the end; held: at most, with those of a prompt that are read before they are dropped.\n"
+        f"KV reads: entries read by the decode steps. {told}\n"
         "All are averages over layers and heads. ratio: tokens seen over live ones.\n"
         f"Attention in {decoding}."
     )

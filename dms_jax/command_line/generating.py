@@ -5,6 +5,7 @@ import inspect
 from typing import Any, Literal
 
 import dms_jax
+from dms_jax.checks import Positive, Seed, check
 from dms_jax.command_line.options import (
     SHIPPED,
     Devices,
@@ -35,7 +36,8 @@ class Generating(Devices):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and the cache; by default that of the files."""
     policy: str | None = None
-    """Name of a cache policy, of those above; by default the one that the checkpoint declares."""
+    """Name of a cache policy from the list above; by default the one that the checkpoint
+    declares."""
     options: tuple[str, ...] = ()
     """Options of the policy, as name=value (window=256) or as one JSON object."""
     temperature: float = SAMPLING.temperature
@@ -53,12 +55,13 @@ class Generating(Devices):
     seed: int = 0
     """Seed of the sampling: the same seed gives the same text."""
     memory_gb: float | None = None
-    """Gigabytes for the cache; by default what the sequences can need, up to the free memory."""
+    """Gigabytes for the cache; by default as much as the sequences may need, up to the free
+    memory."""
     page_size: int = CALL["page_size"]
     """Tokens of a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
     """Decode steps between two updates of the text."""
-    kv_dtype: str | None = CALL["kv_dtype"]
+    kv_dtype: Literal["float8_e4m3", "int4"] | None = CALL["kv_dtype"]
     """Type of the cache, if not that of the weights: float8_e4m3, or int4."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
@@ -75,7 +78,7 @@ class Generating(Devices):
         return model.with_template(**variables) if variables else model
 
     def make_policy(self, model: dms_jax.LanguageModel | None = None) -> Policy | None:
-        """Returns the named policy; given a model, options left out are those that it declares."""
+        """Returns the named policy; given a model, missing options are those that it declares."""
         policy = read_policy(self.policy, self.options)
         if model is None:
             return policy
@@ -84,15 +87,17 @@ class Generating(Devices):
     def make_sampling(self, **more: Any) -> dms_jax.Sampling:
         """Returns the sampling options."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop", "seed")
+        check("--seed", self.seed, Seed)  # the library also takes a seed for each prompt
         return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
 
     def cache(self) -> dict[str, Any]:
         """Returns the cache's keyword arguments of `generate`, `Conversation` and `Service`.
 
         Raises:
-          ConfigError: one is malformed; checked here, before a model is loaded.
+          ConfigError: an argument is malformed; checked before a model is loaded.
         """
-        memory = None if self.memory_gb is None else self.memory_gb * 1e9
+        gigabytes = check("--memory-gb", self.memory_gb, Positive | None)
+        memory = None if gigabytes is None else gigabytes * 1e9
         cache: dict[str, Any] = dict(
             memory=memory, page_size=self.page_size, chunk=self.chunk, kv_dtype=self.kv_dtype
         )

@@ -1,7 +1,7 @@
 """Formats `--help`: wraps paragraphs, and shows `--adapter STR` instead of `{None}|STR`.
 
-tyro does not wrap descriptions, keeps the line breaks of explanations as they are in the source,
-and shows Python's types.
+tyro does not wrap descriptions, keeps the source's line breaks in explanations, and shows Python
+types.
 """
 
 import dataclasses
@@ -16,17 +16,19 @@ from typing import Annotated, Any
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
 )
 
-LONGEST = 100  # characters of a line of prose on a wide terminal
+LONGEST = 100  # the most characters of a line of prose
 ASKED = ("-h", "--help")
 
 
 def show(description: str | None, given: Sequence[str]) -> None:
-    """Prints the description if --help is among the arguments; tyro's list of options follows."""
+    """Prints the description if --help is among the arguments; tyro then prints the options."""
     if description and not set(ASKED).isdisjoint(given):
         print(filled(description, _columns()), end="\n\n")
 
@@ -49,7 +51,7 @@ def _columns() -> int:
 
 
 def filled(text: str, width: int) -> str:
-    """Returns a text with its paragraphs wrapped; indented blocks, such as commands, stay."""
+    """Returns a text with wrapped paragraphs; indented blocks, such as commands, are kept."""
     parts: list[str] = []
     for block in textwrap.dedent(text).strip().split("\n\n"):
         indented = any(line.startswith(" ") for line in block.splitlines())
@@ -58,13 +60,13 @@ def filled(text: str, width: int) -> str:
 
 
 class _Explained:
-    """A rule for tyro that reads a dataclass as tyro does and rewrites each field's explanation."""
+    """A tyro rule that reads a dataclass like tyro and rewrites each field's explanation."""
 
     def __init__(self):
         self.inside = False
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """Returns the fields; None leaves it to tyro: no dataclass, or a call from within."""
+        """Returns the fields; None falls back to tyro (not a dataclass, or a nested call)."""
         if self.inside or not dataclasses.is_dataclass(info.type):
             return None
         self.inside = True
@@ -74,28 +76,29 @@ class _Explained:
             self.inside = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        return dataclasses.replace(spec, fields=tuple(map(_explained, spec.fields)))
+        return dataclasses.replace(spec, fields=tuple(map(_explain, spec.fields)))
 
 
-def _explained(field: StructFieldSpec) -> StructFieldSpec:
+def _explain(field: StructFieldSpec) -> StructFieldSpec:
     """Returns a field with its explanation in one paragraph, and "none" for an empty default."""
-    said = field.helptext() if callable(field.helptext) else field.helptext
-    told: dict[str, Any] = {}
+    text = field.helptext() if callable(field.helptext) else field.helptext
+    options: dict[str, Any] = {}
     if field.default in ((), "", None):
-        told["help_behavior_hint"] = "(default: none)"
-    takes, marks = _takes(field.type, field.default), getattr(field.type, "__metadata__", ())
+        options["help_behavior_hint"] = "(default: none)"
+    placeholder = _placeholder(field.type, field.default)
+    marks = getattr(field.type, "__metadata__", ())
     if tyro.conf.Positional in marks:
-        takes = f"[{field.name.upper().removesuffix('S')} ...]"
-    if takes is not None and tyro.conf.UseAppendAction in marks:  # the option is given again
-        takes = takes.removesuffix(" ...")
-    if takes is not None:
-        told["metavar"] = takes
-    kind: Any = Annotated[field.type, tyro.conf.arg(**told)] if told else field.type
-    return dataclasses.replace(field, type=kind, helptext=said and " ".join(said.split()))
+        placeholder = f"[{field.name.upper().removesuffix('S')} ...]"
+    if placeholder is not None and tyro.conf.UseAppendAction in marks:  # a repeatable option
+        placeholder = placeholder.removesuffix(" ...")
+    if placeholder is not None:
+        options["metavar"] = placeholder
+    kind: Any = Annotated[field.type, tyro.conf.arg(**options)] if options else field.type
+    return dataclasses.replace(field, type=kind, helptext=text and " ".join(text.split()))
 
 
-def _takes(kind: Any, default: Any) -> str | None:
-    """Returns the placeholder behind an option of a type; None to leave it to tyro.
+def _placeholder(kind: Any, default: Any) -> str | None:
+    """Returns the placeholder after an option of a type; None falls back to tyro.
 
     # In: str | None, None   Out: "STR"         tuple[int, ...], (1, 4)     Out: "INT ..."
     # In: int | None, 12     Out: "INT|none"    int | Literal["all"], 1     Out: "INT|all"
@@ -112,14 +115,38 @@ def _takes(kind: Any, default: Any) -> str | None:
             return "|".join(map(str, inner))
         case types.UnionType | typing.Union:
             parts = [each for each in inner if default is not None or each is not types.NoneType]
-            words = [_takes(each, default) for each in parts]
+            words = [_placeholder(each, default) for each in parts]
             return None if None in words else "|".join(map(str, words))
         case built if built is tuple and inner[1:] == (...,):
-            word = _takes(inner[0], None)
+            word = _placeholder(inner[0], None)
             return None if word is None else f"{word} ..."
     return None
+
+
+def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """A rule for tyro that reads one of several names, or says which there are, in their order."""
+    union = info.type_origin in (types.UnionType, typing.Union)
+    kinds = [each for each in typing.get_args(info.type) if each is not types.NoneType]
+    kinds = kinds if union else [info.type]
+    names = [name for each in kinds for name in typing.get_args(each)]
+    if any(typing.get_origin(each) is not typing.Literal for each in kinds):
+        return None
+
+    def read(words: list[str]) -> str:
+        if words[0] not in names:
+            raise ValueError(f"there is no {words[0]!r}; there are {', '.join(names)}.")
+        return words[0]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join(names),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or value in names,
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 _WORDS = {str: "STR", int: "INT", float: "FLOAT", pathlib.Path: "PATH"}
 REGISTRY = ConstructorRegistry()
 REGISTRY.struct_rule(_Explained())
+REGISTRY.primitive_rule(_choice)

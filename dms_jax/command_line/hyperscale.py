@@ -10,8 +10,8 @@ A small setting that takes about a minute on two idle CPU cores:
     dms-jax hyperscale --task words --problems 8 --lengths 192 320 \
         --chains 1 3 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
 
-Problems are made from seeds, or read from a file, as by `dms-jax evaluate`. With `--out` every
-answer is written as it ends, and the same call goes on after them.
+Problems are generated from seeds or read from a file, as in `dms-jax evaluate`. With `--out` each
+answer is written when it ends, and the same call resumes after the stored answers.
 """
 
 import dataclasses
@@ -20,20 +20,23 @@ import inspect
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
 import dms_jax
 from dms_jax.analysis.hyperscaling_plot import MOST_SYSTEMS, hyperscaling_figure
+from dms_jax.checks import Count, NotNegative, Ratio, Whole, check
+from dms_jax.command_line.candidates import Candidate
 from dms_jax.command_line.options import (
+    Devices,
     load_model,
-    on_checkpoint,
     read_chat,
+    read_files,
     read_options,
     read_tasks,
 )
-from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json
+from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json, write_text
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
 
@@ -44,7 +47,7 @@ INTERRUPTED = "Stopped. The same call with --out goes on after the answers that 
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Devices):
     """Compare systems over lengths of answers and numbers of chains."""
 
     model: str = "reasoner-11m"
@@ -54,12 +57,12 @@ class Config:
         "DMS,model=reasoner-11m-dms,ratio=8",
         "TOVA,compression_ratio=4",
     )
-    """Each POLICY,option=value,...; beside the policy's own options name= (of the line; systems of
+    """Each POLICY,option=value,...; besides the policy's options: name= (of the line; systems of
     one name share a frontier), model= (another checkpoint), adapter= (a directory trained on the
-    model, or one that ships) and ratio= (its nominal ratio). Options that are left out are those
-    that the checkpoint declares for this policy, or else the defaults."""
+    model, or one that ships) and ratio= (its nominal ratio). Missing options are those that the
+    checkpoint declares for this policy, otherwise the defaults."""
     task: str = "reasoning"
-    """One of the tasks of dms-jax evaluate that are answered in words or by programs."""
+    """A task of dms-jax evaluate that is answered in text or by programs."""
     task_options: tuple[str, ...] = ()
     """Difficulty and length of the task, as name=value or as one JSON object."""
     allow_code: bool = False
@@ -73,15 +76,16 @@ class Config:
     lengths: tuple[int, ...] = (128, 256, 512)
     """L, the most new tokens of an answer."""
     chains: tuple[int, ...] = (1, 3, 9)
-    """W, answers to each problem; odd, since two chains that differ settle nothing by a vote."""
+    """W, answers to each problem. Ties of a vote go to the first answer, so two chains score as
+    one: take odd numbers."""
     problems: int | None = CALL["problems"].default
-    """Problems to answer; by default all of a file, and 200 of those made from seeds."""
+    """Problems to answer; by default all of a file, and 200 of generated ones."""
     seeds: tuple[int, ...] = CALL["seeds"].default
     """Seeds of the sampling; each samples new chains for the same problems."""
     split: Split = CALL["split"].default
-    """Part of a task made from seeds that the problems are of; files are taken as they are."""
+    """Split of a generated task; files have no splits."""
     method: Method = "vote"
-    """How chains become an answer, for frontiers and gains."""
+    """Method of turning chains into an answer, for frontiers and gains."""
     temperatures: tuple[float, ...] = (SAMPLING.temperature,)
     """Temperatures of the sampled chains; a greedy chain of every length is measured too."""
     top_p: float = SAMPLING.top_p
@@ -102,11 +106,18 @@ def main(config: Config) -> Hyperscaling:
         make_folder("--out", config.out)
     tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
     chat = read_chat(asked=config.chat, system=config.system, template=config.template)
-    load = functools.cache(functools.partial(load_model, dtype=config.dtype))
-    for temperature in config.temperatures:  # checked before a model is read
-        dms_jax.Sampling(temperature=temperature)
+    mesh = config.make_mesh()
+    load = functools.cache(functools.partial(load_model, dtype=config.dtype, mesh=mesh))
+    # Check everything before loading a model.
+    for numbers in ("lengths", "chains", "seeds", "temperatures"):
+        kind = dict(seeds=Whole, temperatures=NotNegative).get(numbers, Count)
+        for each in getattr(config, numbers):
+            check(f"--{numbers}", each, kind)
+    read_files(tasks, check("--problems", config.problems, Count | None))
     sampling = dms_jax.Sampling(top_p=config.top_p)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
+    for text in config.systems:
+        parse_system(text, config.model)
     systems = [read_system(text, config.model, load) for text in config.systems]
     result = dms_jax.hyperscale(
         load(config.model, None),
@@ -122,7 +133,7 @@ def main(config: Config) -> Hyperscaling:
         chat=chat,
         serving=serving,
         out=config.out,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     Console(width=None if sys.stdout.isatty() else 200).print(result.rich_table(config.method))
     print(
@@ -136,20 +147,20 @@ def main(config: Config) -> Hyperscaling:
         data = {**provenance(config), **result.to_dict(config.method)}
         write_json(config.out / "results.json", data)
         table = f"{result.table(config.method)}\n\n{result.gains_table(config.method)}\n"
-        (config.out / "table.md").write_text(table, encoding="utf-8")
+        write_text(config.out / "table.md", table)
         figure = config.out / "figure.png"
         if len(result.systems) <= MOST_SYSTEMS and can_draw(figure):
             hyperscaling_figure(figure, result, title=config.task, method=config.method)
     return result
 
 
-def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageModel]) -> System:
-    """Reads POLICY,option=value,... and loads its model.
+def parse_system(text: str, default: str) -> tuple[Candidate, Any]:
+    """Reads POLICY,option=value,...; returns the system, and its nominal ratio or None.
 
     Args:
-      text: as it is written; "DMS,model=reasoner-11m-dms,ratio=8" is the checkpoint's own DMS.
-      default: the model of a system that names none.
-      load: takes the name of a model and that of an adapter, or None.
+      text: the option's text; "DMS,model=reasoner-11m-dms,ratio=8" is DMS as the checkpoint
+        declares it.
+      default: the model of a system without model=.
 
     Raises:
       ConfigError: the policy or an option is unknown.
@@ -158,11 +169,20 @@ def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageMod
     options = read_options(given, "--systems")
     adapter, path = options.pop("adapter", None), str(options.pop("model", default))
     name, ratio = options.pop("name", policy), options.pop("ratio", None)
-    named = dms_jax.policies.from_dict({**options, "name": policy})  # before the model is read
-    model = load(path, None if adapter is None else str(adapter))
-    return System(
-        name=str(name),
-        policy=on_checkpoint(named, options, model.policy),
-        model=model,
-        compression_ratio=ratio,
-    )
+    check("--systems: ratio", ratio, Ratio | None)
+    named = dms_jax.policies.from_dict({**options, "name": policy})
+    adapter = None if adapter is None else str(adapter)
+    return Candidate(str(name), named, options, path, adapter), ratio
+
+
+def read_system(text: str, default: str, load: Callable[..., dms_jax.LanguageModel]) -> System:
+    """Returns the system of a text (`parse_system`), with its model.
+
+    Args:
+      text: the option's text.
+      default: the model of a system without model=.
+      load: takes the name of a model and that of an adapter, or None.
+    """
+    read, ratio = parse_system(text, default)
+    model = load(read.model, read.adapter)
+    return System(read.name, read.policy_for(model), model, ratio)

@@ -1,8 +1,8 @@
 """Re-raise a KeyboardInterrupt that Python swallowed.
 
 Python prints and ignores an exception in a finalizer, or in a callback of a weak reference or of
-the garbage collector. jax has such callbacks, and tracing collects often: without this, Ctrl-C
-while programs compile can print a traceback and leave the command running.
+the garbage collector. jax has such callbacks, and tracing triggers collection often: without this,
+Ctrl-C while programs compile can print a traceback and leave the command running.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _AGAIN = 0.05  # seconds until the signal is sent again
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Sends SIGINT again whenever Python ignores a KeyboardInterrupt in this context."""
+    """Sends SIGINT again if Python swallows a KeyboardInterrupt in this context."""
     before, again = sys.unraisablehook, []
 
     def hook(unraisable: Any, /) -> None:

@@ -1,8 +1,9 @@
-"""Reads models, policies and tasks by name, and name=value options."""
+"""Parses models, policies and tasks by name, and name=value options."""
 
 import dataclasses
 import inspect
 import json
+import math
 import pathlib
 import re
 import sys
@@ -54,19 +55,19 @@ CHOICES: dict[str, type[ChoiceTask]] = {
 
 
 def find_model(name: str) -> str | pathlib.Path:
-    """Returns the path or hub id of --model; a shipped model is given by its name.
+    """Returns the path or hub id of --model, which may be the name of a shipped model.
 
     Raises:
-      ConfigError: there is no such path, and the name is close to that of a shipped model.
+      ConfigError: the path does not exist, and the name resembles a shipped model's.
     """
     return _shipped("--model", name, SHIPPED)
 
 
 def find_adapter(name: str | None) -> str | pathlib.Path | None:
-    """Returns the path of --adapter; a shipped adapter is given by its name.
+    """Returns the path of --adapter, which may be the name of a shipped adapter.
 
     Raises:
-      ConfigError: there is no such path, and the name is close to that of a shipped adapter.
+      ConfigError: the path does not exist, and the name resembles a shipped adapter's.
     """
     return None if name is None else _shipped("--adapter", name, ADAPTERS)
 
@@ -101,7 +102,7 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
 def load_model(
     name: str, adapter: str | None, dtype: str | None, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:
-    """Loads what --model and --adapter name; that it stayed short of its ratio is a warning."""
+    """Loads --model with --adapter; warns if its training ended short of the target ratio."""
     found, beside = find_model(name), find_adapter(adapter)
     for each in filter(None, (found, beside)):
         tell_if_short(each)
@@ -110,23 +111,32 @@ def load_model(
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """How a model and its sequences are spread over the devices of this machine."""
+    """Placement of a model and its sequences on the devices of this machine."""
 
     data_shards: int = 1
-    """Devices that hold all weights, each with its part of the sequences and of the cache."""
+    """Groups of devices, each with all weights and a share of the sequences and of the cache."""
     model_shards: int = 1
-    """Devices over which each layer is split, for each of --data-shards."""
+    """Devices over which each layer is split, in each of --data-shards."""
 
     def make_mesh(self) -> jax.sharding.Mesh | None:
         """The mesh; None for one device.
 
         Raises:
-          ConfigError: there are fewer devices, or a number is malformed.
+          ConfigError: there are too few devices, or a number is malformed.
         """
+        check_devices(data_shards=self.data_shards, model_shards=self.model_shards)
         if self.data_shards == self.model_shards == 1:
             return None
-        data = check("--data-shards", self.data_shards, Count)
-        return dms_jax.make_mesh(data, check("--model-shards", self.model_shards, Count))
+        return dms_jax.make_mesh(self.data_shards, self.model_shards)
+
+
+def check_devices(**shards: int) -> None:
+    """Raises ConfigError if shards, by the names of their options, need more devices than are."""
+    given = {f"--{name.replace('_', '-')}": shard for name, shard in shards.items()}
+    count = math.prod(check(option, each, Count) for option, each in given.items())
+    if count > jax.device_count():
+        asked = " x ".join(f"{option} {each}" for option, each in given.items() if each > 1)
+        raise dms_jax.ConfigError(f"{asked} takes {count} devices; there are {jax.device_count()}.")
 
 
 def tell_if_short(place: str | pathlib.Path) -> None:
@@ -135,13 +145,13 @@ def tell_if_short(place: str | pathlib.Path) -> None:
         warnings.warn(
             f"{place} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
             f"{short[1]:.2f}, so the cache holds more. Train it longer: dms-jax retrofit with more "
-            "--steps.",
+            "--tokens.",
             stacklevel=2,
         )
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:
-    """Returns the policy of --policy and --options; None if none is named."""
+    """Returns the policy of --policy and --options; None without --policy."""
     if name is None:
         if options:
             raise dms_jax.ConfigError("--options belong to a policy; name it with --policy.")
@@ -152,14 +162,14 @@ def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Po
 def on_checkpoint(
     policy: dms_jax.policies.Policy | None, options: Mapping[str, Any], own: dms_jax.policies.Policy
 ) -> dms_jax.policies.Policy | None:
-    """Returns the policy of a call on a checkpoint that declares one.
+    """Merges a named policy with the one that a checkpoint declares.
 
-    If both are of the same kind, options that the call leaves out are those of the checkpoint,
-    which was trained with them.
+    If both are of the same kind, missing options are those of the checkpoint, which was trained
+    with them.
 
     Args:
-      policy: the policy that was named; None for the checkpoint's own.
-      options: the options that were given.
+      policy: the named policy; None for the checkpoint's.
+      options: the given options.
       own: the policy that the checkpoint declares.
     """
     if policy is None or type(policy) is not type(own):
@@ -167,13 +177,16 @@ def on_checkpoint(
     return dms_jax.policies.from_dict({**own.to_dict(), **options})
 
 
-def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Chat | None:
-    """Returns how questions go through the chat template; None to ask in plain text.
+def read_chat(
+    *, asked: bool, system: str | None, template: Sequence[str], by: str = "--chat"
+) -> Chat | None:
+    """Returns the chat options; None for plain text prompts.
 
     Args:
       asked: whether --chat is given.
       system: --system.
       template: --template, as name=value.
+      by: how a chat is asked for.
 
     Raises:
       ConfigError: --system or --template is given without --chat.
@@ -182,17 +195,17 @@ def read_chat(*, asked: bool, system: str | None, template: Sequence[str]) -> Ch
         return Chat(system=system, variables=read_options(template, "--template"))
     for option, given in (("system", system), ("template", template)):
         if given:
-            raise dms_jax.ConfigError(f"--{option} is for a chat: give --chat too.")
+            raise dms_jax.ConfigError(f"--{option} is for a chat: give {by} too.")
     return None
 
 
 def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -> list[Task]:
-    """The tasks of a name, each with those of the options that it has.
+    """The tasks of a name, each with the options that apply to it.
 
     Args:
       name: the name.
-      options: as they are written on a command line.
-      allow_code: whether tasks may run what a model wrote, in a sandbox.
+      options: options as written on a command line.
+      allow_code: whether tasks may run model-written code in a sandbox.
     """
     fields = read_options(options, "--task-options")
     if name == "ruler":
@@ -234,11 +247,22 @@ def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
 
 
 def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
-    """Returns the RULER task of `task=`, or every one whose data is given."""
+    """Returns the RULER task named by `task=`, or all tasks whose data is given."""
     if "task" in fields:
         return [RULER(**fields)]
     check_names("--task-options", fields, inspect.signature(ruler_tasks).parameters)
     return ruler_tasks(**fields)
+
+
+def read_files(tasks: Sequence[Task | ChoiceTask], problems: int | None) -> None:
+    """Reads the files of tasks, so that what is wrong with them is said before a long load.
+
+    Raises:
+      DataError: a file is missing or malformed, or holds fewer problems.
+    """
+    for task in tasks:
+        if isinstance(task, FromFile):
+            task.example_records(task.record((problems or 1) - 1))
 
 
 def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:
@@ -276,7 +300,7 @@ def _object(text: str, named: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Parses a value as JSON; what is no JSON is text."""
+    """Parses a value as JSON; other values are text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -284,12 +308,12 @@ def _value(text: str) -> Any:
 
 
 def read_bytes(option: str, text: str) -> float | None:
-    """Reads a number of bytes with its unit; None for "off".
+    """Parses a number of bytes with its unit; None for "off".
 
     # In: "4GB"  Out: 4e9
 
     Raises:
-      ConfigError: it is neither.
+      ConfigError: the text is neither.
     """
     if text.lower() == "off":
         return None

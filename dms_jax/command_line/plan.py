@@ -4,8 +4,8 @@
     dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
     dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 
-The step of each stage is compiled ahead of time by libtpu (pip install 'dms-jax[tpu]', on Linux),
-which takes some minutes. The figures of GPUs are estimates from a TPU's program.
+libtpu (pip install 'dms-jax[tpu]', on Linux) compiles the step of each stage ahead of time, which
+takes some minutes. Figures for GPUs are estimates from a TPU's program.
 """
 
 import dataclasses
@@ -20,23 +20,25 @@ import jax
 
 import dms_jax
 from dms_jax.checkpoint import gguf
+from dms_jax.checkpoint.contents import HOLDS
 from dms_jax.command_line.options import SHIPPED, find_model
 from dms_jax.command_line.reports import make_place, provenance, read_file, write_json
-from dms_jax.command_line.retrofitting import RecipeName, Training
+from dms_jax.command_line.retrofitting import RecipeName, Training, check_window
 from dms_jax.command_line.shapes import LENGTHS, SHAPES, cache_sizes
 from dms_jax.config import ModelConfig
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 from dms_jax.training.display import short
-from dms_jax.training.planning import find_machine, plan
+from dms_jax.training.planning import find_machine, mesh_on, plan
 
-# Packages on which the figures of a plan depend.
+# Packages that affect the figures of a plan.
 COMPILERS = ("jax", "jaxlib", "libtpu")
 # Keep libtpu from looking for a TPU and from locking it against other processes that compile.
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # any: without one libtpu writes to the terminal
 }
 
 
@@ -48,8 +50,8 @@ class Planned:
     """A shape by name (those of the models page, such as llama-3.2-1b, qwen3-30b-a3b, gpt-oss-20b),
     a model that ships, a GGUF file, or a directory with a config.json."""
     machine: tuple[str, ...] = ("8xh200",)
-    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. Devices
-    that the shards below leave split sequences."""
+    """TPU slices ("v5p-128", "v6e-256") or numbers of devices ("8xh200"); each gets a plan. The
+    devices not used by the shards below split sequences."""
     out: pathlib.Path | None = None
     """A JSON file for the plans, with versions and date."""
 
@@ -59,7 +61,8 @@ class Config(Training, Planned):  # --help lists the fields of the last base fir
     """Estimate the memory and time of a retrofit on a machine that you do not have."""
 
     recipe: RecipeName = "paper"
-    """As in dms-jax retrofit, which has the same options from --policy on; the default differs."""
+    """Same as in dms-jax retrofit, which has the same options from --policy on; the default
+    differs."""
 
 
 def shape_of(model: str) -> ModelConfig:
@@ -74,6 +77,8 @@ def shape_of(model: str) -> ModelConfig:
             f"--model {model}: no directory or GGUF file, and none of the shapes "
             f"{', '.join(SHAPES)}, nor a model that ships ({', '.join(SHIPPED)})."
         )
+    if not (path / "config.json").exists():
+        raise dms_jax.ConfigError(f"--model {model}: there is no config.json in it; {HOLDS}.")
     content = read_file("--model", path / "config.json")
     try:
         return ModelConfig.from_hf(json.loads(content))
@@ -90,8 +95,16 @@ def main(config: Config) -> None:
     policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
     if config.out is not None:
         make_place("--out", config.out)
-    for machine in config.machine:  # all are checked before the first compiles
-        find_machine(machine)
+    check_window(policy, recipe)
+    for machine in config.machine:  # check all before compiling the first
+        mesh_on(
+            find_machine(machine),
+            policy,
+            recipe,
+            model=config.model_shards,
+            expert=config.expert_shards,
+            sequence=config.sequence_shards,
+        )
     told = {} if config.out is None else made_by(config)
     plans: list[dict[str, Any]] = []
     for machine in config.machine:
@@ -106,7 +119,7 @@ def main(config: Config) -> None:
             sequence_shards=config.sequence_shards,
         )
         print(f"{made}\n", flush=True)
-        if config.out is not None:  # at once: the next may take long to compile
+        if config.out is not None:  # write at once: the next may take long to compile
             plans.append({"model": config.model, **made.figures()})
             write_json(config.out, told | {"plans": plans})
     print(caches(shape, policy, recipe))
@@ -123,7 +136,7 @@ def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
 
 
 def made_by(config: Config) -> dict[str, Any]:
-    """Returns how, when and by which compilers plans were made."""
+    """Returns the command, date and compilers of the plans."""
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     found = {name: versions[name] for name in COMPILERS if name in versions}
     told = provenance(config)

@@ -32,7 +32,7 @@ class Config:
     """List the cache policies, or explain some of them with their options."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Policies to explain, by name; a table of all of them unless given."""
+    """Policies to explain, by name; by default a table of all policies."""
 
 
 def main(config: Config) -> None:
@@ -46,7 +46,7 @@ def main(config: Config) -> None:
 
 
 def table() -> Table:
-    """Returns a table of policies: what each saves, whether it is trained, what it does."""
+    """Returns a table of policies: saving, training, and description."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in ("policy", "saves", "trained", "does"):
         shown.add_column(name, no_wrap=name != "does")

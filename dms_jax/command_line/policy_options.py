@@ -1,7 +1,7 @@
-"""Descriptions of the cache policies, from their own classes: for --help and the documentation.
+"""Descriptions of the cache policies, read from their classes, for --help and the documentation.
 
-How a policy takes a prompt follows from `Policy.parallel`, `shrinks` and `kept_whole`. The meaning
-of an option is the line below "Attributes:" in the docstring of its class; "see `Scorer`" there
+The prefill of a policy follows from `Policy.parallel`, `shrinks` and `kept_whole`. The meaning of
+an option is its entry under "Attributes:" in the docstring of its class; "see `Scorer`" there
 points to a base class.
 """
 
@@ -27,9 +27,9 @@ class Option:
     """A field of a policy.
 
     Attributes:
-      name: as it is written on a command line and in a config.
+      name: its name on a command line and in a config.
       kind: its type, in words.
-      default: as it is written on a command line.
+      default: its default as written on a command line.
       meaning: a sentence or two.
     """
 
@@ -44,10 +44,11 @@ class Described:
     """A policy.
 
     Attributes:
-      name: as it is written on a command line.
-      does: a sentence.
-      paper: its number at arXiv; empty for controls.
-      prompts: how it takes a prompt, and which options change that.
+      name: its name on a command line.
+
+        does: a sentence.
+      paper: its arXiv number; empty for controls.
+      prompts: how it prefills a prompt, and which options change that.
       options: in the order of the dataclass.
     """
 
@@ -77,7 +78,7 @@ def described() -> Iterator[Described]:
 
 
 def prompts(policy: Policy) -> str:
-    """Returns how a policy takes a prompt.
+    """Returns how a policy prefills a prompt.
 
     # In: TOVA()  Out: "full attention in one pass, then a cut"
     """
@@ -92,7 +93,7 @@ def prompts(policy: Policy) -> str:
 
 
 def _prompts_of(kind: type[Policy]) -> str:
-    """Returns how a kind of policy takes a prompt, and which options change that."""
+    """Returns how a policy class prefills a prompt, and which options change that."""
     usual = prompts(kind())
     told = {usual: usual}
     for option, values in _other_options(kind):
@@ -102,7 +103,7 @@ def _prompts_of(kind: type[Policy]) -> str:
 
 
 def _other_options(kind: type[Policy]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields options that can change how a prompt is taken: in words, and as arguments."""
+    """Yields options that can change the prefill: as text, and as arguments."""
     for field in dataclasses.fields(kind):
         if typing.get_origin(field.type) is typing.Literal:
             for value in typing.get_args(field.type):
@@ -112,7 +113,7 @@ def _other_options(kind: type[Policy]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def meaning(policy: type[Policy], option: str) -> str:
-    """Returns what the docstring of a policy, or of its base class, says about an option."""
+    """Returns an option's entry in the docstring of a policy or its base class."""
     for kind in policy.__mro__:
         entries = _entries(kind.__doc__ or "")
         if option in entries and not _ELSEWHERE.match(entries[option]):
@@ -121,7 +122,7 @@ def meaning(policy: type[Policy], option: str) -> str:
 
 
 def kind_of(annotation: Any) -> str:
-    """Returns the type of a field in words."""
+    """Returns the type of a field as text."""
     if typing.get_origin(annotation) is typing.Annotated:
         return kind_of(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is typing.Literal:
@@ -188,7 +189,7 @@ def _default(field: Any) -> Any:
 
 
 def _written(value: Any) -> str:
-    """Returns a default as it is written in name=value."""
+    """Returns a default as written in name=value."""
     if isinstance(value, Policy):
         return value.name
     if value is None or isinstance(value, bool):
@@ -197,7 +198,7 @@ def _written(value: Any) -> str:
 
 
 def _entries(docstring: str) -> dict[str, str]:
-    """Returns the entries below "Attributes:" of a docstring, by name."""
+    """Returns the entries under "Attributes:" of a docstring, by name."""
     _, found, section = docstring.partition("Attributes:\n")
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""Reports of commands: where figures come from, and the files that they go to."""
+"""Reports of commands: provenance of figures, and output files."""
 
 import contextlib
 import dataclasses
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +17,11 @@ import jax
 import dms_jax
 from dms_jax.command_line.running import command
 from dms_jax.json_text import json_text
+from dms_jax.regular_files import check_regular
 
 
 def provenance(config: Any) -> dict[str, Any]:
-    """Returns how, where and when figures were measured, as JSON data."""
+    """Returns the command, device, versions and date of a measurement, as JSON data."""
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
@@ -32,45 +34,47 @@ def provenance(config: Any) -> dict[str, Any]:
 
 
 def make_folder(option: str, path: pathlib.Path) -> None:
-    """Makes a folder.
+    """Creates a folder, and tries a temporary file in it.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be created, or no file can be written there.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
 
 
 @contextlib.contextmanager
 def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
-    """Makes a folder; removes it again, if it is empty, when the context fails.
+    """Creates a folder; if the context fails, removes it again if it is empty.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be created.
     """
     made = [each for each in (path, *path.parents) if not each.exists()]
     make_folder(option, path)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # something is in it
+        with contextlib.suppress(OSError):  # not empty
             for each in made:
                 each.rmdir()
         raise
 
 
 def make_place(option: str, path: pathlib.Path) -> None:
-    """Makes the folder of a file.
+    """Creates the folder of a file, and tries a temporary file in it.
 
     Raises:
-      ConfigError: the folder cannot be made, or the path is no regular file.
+      ConfigError: the folder cannot be created or written to, or the path is no regular file.
     """
     make_folder(option, path.parent)
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
-    if path.exists() and not path.is_file():  # a device or a pipe, which a file would replace
+    if path.exists() and not path.is_file():  # a device or a pipe; do not replace it
         raise dms_jax.ConfigError(f"{option} {path}: this is no file; name one.")
 
 
@@ -81,13 +85,14 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
       ConfigError: it cannot be read.
     """
     try:
+        check_regular(path)
         return path.read_bytes()
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
 
 
 def can_draw(path: pathlib.Path) -> bool:
-    """Whether matplotlib is installed; if not, warns what to install."""
+    """Whether matplotlib is installed; otherwise warns what to install."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     warnings.warn(f"{path} is not drawn: pip install 'dms-jax[plots]'", stacklevel=2)
@@ -95,7 +100,21 @@ def can_draw(path: pathlib.Path) -> bool:
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
-    """Writes JSON atomically; numbers that are not finite become null."""
+    """Writes JSON atomically (`write_text`); numbers that are not finite become null."""
+    write_text(path, json_text(data, indent=1) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a text atomically.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json_text(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise dms_jax.ConfigError(f"{path} cannot be written: {error.strerror}.") from error

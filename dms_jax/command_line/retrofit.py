@@ -1,39 +1,35 @@
 """Retrofit a checkpoint with Dynamic Memory Sparsification or Dynamic Memory Compression.
 
-Starts from a named set of options, each of which can be changed; without a name from custom:
+Starts from a named set of options, each of which can be changed; the default is custom:
 
     dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
     dms-jax retrofit --model path/to/model --data train.jsonl --out runs/mine
     dms-jax retrofit custom --help
     dms-jax retrofit self-taught --model m.gguf --prompts questions.jsonl
 
-Started again with the same options it goes on from the latest checkpoint. Of several processes, on
-several hosts, each is started with the same command (experiments/launch of a checkout). The result,
-in out/model, is a Hugging Face directory whose config.json names the policy: every command takes it
-with --model, and `dms_jax.load` too. With --adapter-only it is what was trained beside frozen
-weights, for --adapter and `load(model, adapter=...)`.
+The same command resumes from the latest checkpoint. With several processes, on several hosts, start
+each with the same command (experiments/launch of a checkout). The result, in out/model, is a
+Hugging Face directory whose config.json names the policy, for --model of every command and
+`dms_jax.load`. With --adapter-only it is only the adapter trained beside frozen weights, for
+--adapter and `load(model, adapter=...)`.
 
-self-taught trains on the model's own answers: it samples and filters them, trains, measures what it
-exported, and writes a page into out/README.md; each stage leaves files, and the same command goes
-on after a stop.
+self-taught trains on the model's own answers: it samples and filters them, trains, measures the
+exports, and writes a page into out/README.md. Each stage leaves files, and the same command resumes
+after a stop.
 """
 
 import contextlib
 import dataclasses
 import pathlib
-import re
-from collections.abc import Iterator
 
 import dms_jax
 from dms_jax import assets, processes
-from dms_jax.checks import kinds
 from dms_jax.command_line.options import find_adapter, find_model, read_options
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.self_taught.stages import self_taught
-from dms_jax.policies import DMC, DMS, FixedPooling
 from dms_jax.training.tensorboard import TensorBoard
 
 INTERRUPTED = "Interrupted. Run the same command to go on."
@@ -95,36 +91,8 @@ PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
 }
 
 
-@contextlib.contextmanager
-def spelled_as_options() -> Iterator[None]:
-    """Rewrites errors that name arguments of the library to name options of this command.
-
-    # In: "... (`batch_size` 4, not 2), policy (`window` 8, not 9) ... restart_from=6"
-    # Out: "... (--batch-size 4, not 2), policy (--options window=8, not 9) ... --restart-from 6"
-    """
-    try:
-        yield
-    except dms_jax.DmsJaxError as error:
-        text = str(error)
-        for field in dataclasses.fields(Config):
-            option = f"--{field.name.replace('_', '-')}"
-            text = text.replace(f"`{field.name}`", option)
-            text = re.sub(rf"\b{field.name}=(?=\S)", f"{option} ", text)
-        for name in {**kinds(DMS), **kinds(DMC), **kinds(FixedPooling)}:
-            text = text.replace(f"`{name}` ", f"--options {name}=")
-        if text == str(error):
-            raise
-        raise type(error)(text) from error
-
-
 def main(config: Config | SelfTaught) -> None:
-    """Runs a retrofit, and names the options of this command in its errors."""
-    with spelled_as_options():
-        run(config)
-
-
-def run(config: Config | SelfTaught) -> None:
-    """Runs a retrofit; errors name arguments of the library."""
+    """Runs a retrofit."""
     if isinstance(config, SelfTaught):
         self_taught(config)
         return
@@ -137,7 +105,7 @@ def run(config: Config | SelfTaught) -> None:
     say = print if processes.is_first() else (lambda _: None)
     mesh = config.make_mesh()
     processes.check_mesh(mesh)
-    # Checks the options before anything is loaded; the model's positions are not known yet.
+    # Check the options before loading anything; the model's positions are not known yet.
     asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
     policy = config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:

@@ -1,4 +1,4 @@
-"""The options of `dms-jax retrofit`; `dms-jax plan` shares those of training."""
+"""The options of `dms-jax retrofit`; `dms-jax plan` shares the training options."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 import dms_jax
-from dms_jax.command_line.options import on_checkpoint, read_options
+from dms_jax.command_line.options import check_devices, on_checkpoint, read_options
 from dms_jax.data import Fields, as_source
 from dms_jax.model.low_rank import LowRank
 from dms_jax.model.rematerialisation import Remat
@@ -19,10 +19,10 @@ from dms_jax.training import Recipe, recipes
 from dms_jax.training.parameters import Trained
 
 UPDATES = LowRank()
-# The library's own defaults.
+# The library's defaults.
 CALL = {name: each.default for name, each in inspect.signature(dms_jax.retrofit).parameters.items()}
 RecipeName = Literal["published", "paper", "quickstart", "dmc_paper", "dmc_quickstart"]
-# The policy that each recipe was made for. A policy of another kind has the library's defaults.
+# The policy that each recipe was made for. Policies of another kind have the library's defaults.
 MADE_FOR: dict[str, Policy] = {
     "published": DMS(source="adapter"),
     "paper": DMS(window=16),
@@ -34,28 +34,29 @@ MADE_FOR: dict[str, Policy] = {
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, by which recipe, and how it is spread over devices."""
+    """Policy, recipe, and placement on devices."""
 
     policy: Literal["DMS", "DMC", "FixedPooling"] | None = None
-    """What to learn: to evict tokens, to merge them, or to do with averages of a fixed number of
-    them. The recipe's own unless given."""
+    """What to learn: evicting tokens (DMS), merging them (DMC), or averaging a fixed number of them
+    (FixedPooling). By default the recipe's. Policies such as TOVA need no training."""
     options: tuple[str, ...] = ()
-    """Options of the policy, as name=value (window=256) or as one JSON object; those of the recipe
-    unless given. dms-jax policies DMS DMC FixedPooling explains them."""
+    """Options of the policy, as name=value (window=256) or as one JSON object; by default the
+    recipe's. dms-jax policies DMS DMC FixedPooling explains them."""
     recipe: RecipeName = "published"
-    """DMS: NVIDIA's released recipe (adapter alone), the paper's, or the demo's (all weights). DMC:
-    the paper's, or the demo's."""
+    """DMS: NVIDIA's released recipe (only the adapter), the paper's, or the demo's (all weights).
+    DMC: the paper's, or the demo's."""
     paper_model: str | None = None
     """A paper's recipe: a row of its tables ("qwen-r1-7b", ...; "llama-2-7b-dms-paper" is DMC as
-    the DMS paper trained it), or "text" for 100 steps a unit. The recipe's own unless given."""
+    the DMS paper trained it), or "text" for 100 steps per unit of ratio. By default the
+    recipe's."""
     compression_ratio: float | None = None
     """1 / the share of tokens kept beyond the window; the whole cache, with its window, shrinks
-    less. The recipe's own unless given."""
+    less. By default the recipe's."""
     snapshots: tuple[float, ...] = ()
     """Compression ratios at which to write the model to out/snapshots during training."""
     trainable: Trained | None = None
-    """What to train: the adapter alone, low-rank updates of attention (LoRA) too, or everything.
-    The recipe's own unless given."""
+    """What to train: only the adapter, low-rank updates of attention (LoRA) too, or everything. By
+    default the recipe's."""
     rank: int = UPDATES.rank
     """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
@@ -65,26 +66,25 @@ class Training:
     tokens: int | None = None
     """Tokens of the whole run, in place of steps."""
     sequence_length: int | None = None
-    """Tokens of a training sequence; the recipe's, or the model's positions if those are fewer,
-    unless given."""
+    """Tokens of a training sequence; by default the recipe's, at most the model's positions."""
     batch_size: int | None = None
-    """Sequences of an optimizer step; the recipe's unless given."""
+    """Sequences of an optimizer step; by default the recipe's."""
     micro_batch_size: int | None = None
-    """Sequences that a device processes at a time; the recipe's unless given."""
+    """Sequences that a device processes at a time; by default the recipe's."""
     remat: Remat | Literal["auto"] | None = None
     """What the backward pass recomputes, from the most memory to the least; "auto" chooses by the
-    device's memory. The recipe's own unless given."""
+    device's memory. By default the recipe's."""
     learning_rate: float | None = None
-    """Constant learning rate of all trained weights, in every stage; the recipe's unless given."""
+    """Constant learning rate of all trained weights, in every stage; by default the recipe's."""
     distillation_temperature: float | None = None
     """Divides the logits of student and teacher before they are compared; above 1, unlikely tokens
-    count more. The recipe's own, 1, unless given."""
+    count more. By default the recipe's, 1."""
     answers_only: bool = False
-    """Train on answers alone. By default every recipe learns from whole conversations, the user's
-    turns too."""
+    """Train only on answers. By default recipes learn from whole conversations, including the
+    user's turns."""
     compute_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type of the passes; the recipe's unless given. Parameters and optimizer state are in float32
-    in any case."""
+    """Type of the passes; by default the recipe's. Parameters and optimizer state are always in
+    float32."""
     model_shards: int = 1
     """Devices over which heads and feed-forward are split."""
     expert_shards: int = 1
@@ -106,7 +106,7 @@ class Training:
         """Returns the recipe with the changes of the options.
 
         Args:
-          positions: the model's positions, if known: the recipe's sequences are cut to them unless
+          positions: the model's positions, if known; the recipe's sequences are cut to them unless
             a length is given.
         """
         told = dict(compression_ratio=self.compression_ratio, model=self.paper_model)
@@ -148,7 +148,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """What is read, and where the run is written."""
+    """Inputs, and the directory of the run."""
 
     model: str
     """Hugging Face directory, a GGUF file, a hub id ("owner/name"), or a model that ships."""
@@ -167,23 +167,23 @@ class Config(Training, Files):  # --help lists the fields of the last base first
     """Train a checkpoint to run with a small cache."""
 
     data_shards: int | Literal["all"] = 1
-    """Devices over which sequences, and every parameter, are split; "all" for all that the other
-    shards leave, on all hosts."""
+    """Devices over which sequences, and every parameter, are split; "all" for all remaining
+    devices, on all hosts."""
     malformed: float = 0.0
-    """Share of records that may be malformed; those are left out and counted."""
+    """Share of records that may be malformed; these are skipped and counted."""
     field: str | None = None
-    """Name of the field that holds the text or the messages, if it is another."""
+    """Name of the field with the text or the messages, if not a standard one."""
     prompt: str | None = None
-    """Template of prompts, with fields in braces: "Solve: {problem}". Takes --response too."""
+    """Template of prompts, with fields in braces: "Solve: {problem}". Requires --response."""
     response: str | None = None
-    """Template of responses, with fields in braces: "{solution}". Takes --prompt too."""
+    """Template of responses, with fields in braces: "{solution}". Requires --prompt."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false)."""
     longest: int | None = None
-    """Leave out documents of more characters."""
+    """Skip longer documents (in characters)."""
     adapter_only: bool = CALL["adapter_only"]
-    """Write only what was trained, as an adapter to load with the model. Needs frozen weights or
-    low-rank updates."""
+    """Write only the trained parameters, as an adapter to load with the model. Needs frozen weights
+    or low-rank updates."""
     coordinator: str | None = None
     """host:port of process 0, if the environment does not describe the processes."""
     processes: int | None = None
@@ -191,16 +191,16 @@ class Config(Training, Files):  # --help lists the fields of the last base first
     process: int | None = None
     """Number of this process, from 0, if the environment does not describe them."""
     tensorboard: bool = False
-    """Write every record for TensorBoard too, to out/tensorboard."""
+    """Also write every record for TensorBoard, to out/tensorboard."""
     checkpoint_every: int = CALL["checkpoint_every"]
-    """Steps between checkpoints to resume from. Ctrl-C and SIGTERM write one too."""
+    """Steps between checkpoints to resume from. Ctrl-C and SIGTERM also write one."""
     checkpoint_minutes: float | None = CALL["checkpoint_minutes"]
     """Most minutes between checkpoints."""
     keep_checkpoints: int = CALL["keep_checkpoints"]
-    """How many checkpoints to keep, the newest ones."""
+    """Number of newest checkpoints to keep."""
     restart_from: int | None = None
-    """Step of a checkpoint to go on from with another recipe, such as lower rates after the run
-    diverged; later checkpoints are removed. 0 starts again."""
+    """Step of a checkpoint from which to continue with another recipe, such as lower rates after a
+    divergence; later checkpoints are removed. 0 starts again."""
     seed: int = CALL["seed"]
     """Seed of the order of the data and of the noise of training."""
 
@@ -215,6 +215,12 @@ class Config(Training, Files):  # --help lists the fields of the last base first
         others = self.model_shards * self.expert_shards * self.sequence_shards
         if shards == "all":
             shards = max(1, jax.device_count() // others)
+        check_devices(
+            data_shards=shards,
+            model_shards=self.model_shards,
+            expert_shards=self.expert_shards,
+            sequence_shards=self.sequence_shards,
+        )
         if shards * others == 1:
             return None
         return dms_jax.make_mesh(
@@ -223,7 +229,7 @@ class Config(Training, Files):  # --help lists the fields of the last base first
 
 
 def check_window(policy: Policy, recipe: Recipe) -> None:
-    """Refuses a window that no token leaves while the model is trained.
+    """Refuses a window that no token ever leaves in training.
 
     Raises:
       ConfigError: the window is as long as the recipe's sequences.

@@ -1,4 +1,4 @@
-"""Runs commands and scripts: settings from the command line, errors in a line, an exit status.
+"""Runs commands and scripts: parses settings, prints errors as one line, returns an exit status.
 
 `run` parses a dataclass of settings, calls the command with it, and returns the exit status:
 
@@ -20,10 +20,11 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts, interrupts
+from dms_jax.command_line.spelling import spelled_as_options
 from dms_jax.errors import EngineFailedError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
-# Errors of the run, not of the call.
+# Failures of the run, not mistakes in the call.
 _OF_THE_RUN = (
     dms_jax.OutOfMemoryError,
     dms_jax.TrainingDivergedError,
@@ -44,12 +45,12 @@ def run(
     """Parses the settings and calls the command with them.
 
     Args:
-      main: takes the settings; an int that it returns is the exit status.
-      settings: their dataclass, or starting points, name -> (description, instance); options
-        without a name change the first.
+      main: the command, a function of the settings; an int result is the exit status.
+      settings: the dataclass of settings, or starting points, name -> (description, instance); the
+        first is the default.
       description: text of --help, the docstring of the module.
       program: name in --help; by default that of the running script.
-      arguments: by default those of the command line.
+      arguments: by default the command line's.
       interrupted: message after Ctrl-C, such as how to resume.
 
     Returns:
@@ -63,8 +64,11 @@ def run(
 
     def call() -> Any:
         if isinstance(settings, Mapping):
-            return main(_from_starting_point(settings, called, description, given))
-        return main(_parsed(settings, called, description, given))
+            config = _from_starting_point(settings, called, description, given)
+        else:
+            config = _parsed(settings, called, description, given)
+        with spelled_as_options(type(config)):
+            return main(config)
 
     return status_of(call, interrupted)
 
@@ -75,7 +79,7 @@ def _from_starting_point(
     """Parses the name of a starting point and the options that change it.
 
     Raises:
-      ConfigError: there is no such starting point, or nothing was given.
+      ConfigError: the starting point is unknown, or there are no arguments.
       SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     if given and given[0] in help_texts.ASKED:
@@ -113,9 +117,9 @@ def _parsed(
 
 
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:
-    """Calls a function and returns the exit status; errors and warnings are a line each on stderr.
+    """Calls a function and returns the exit status; prints errors and warnings as one line each.
 
-    When standard output is closed (`dms-jax policies | head`), writes nothing more and returns 1.
+    If standard output is closed (`dms-jax policies | head`), writes nothing more and returns 1.
     """
     try:
         with warnings.catch_warnings(), interrupts.heard():
@@ -138,7 +142,7 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
 
 
 def _output_is_closed() -> bool:
-    """Whether standard output is closed; if so, discards what is still buffered."""
+    """Whether standard output is closed; if so, discards buffered output."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -148,12 +152,12 @@ def _output_is_closed() -> bool:
 
 
 def _say(message: Warning | str, *where: Any) -> None:
-    """Shows a warning in a line, without the place in the library that raised it."""
+    """Shows a warning as one line, without its location in the library."""
     print(f"Warning: {message}", file=sys.stderr)
 
 
 def running_program() -> str:
-    """Returns the program as it is typed: `dms-jax`, or `python -m experiments.pretrain`."""
+    """Returns the program as typed: `dms-jax`, or `python -m experiments.pretrain`."""
     name = pathlib.Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if name == "dms-jax" or (spec is not None and spec.name == "dms_jax.command_line.__main__"):
@@ -167,7 +171,7 @@ def command(*, without: Sequence[str] = ()) -> str:
     """Returns the running command, for a report.
 
     Args:
-      without: options to leave out with their values, such as the path of the report.
+      without: options to omit with their values, such as the path of the report.
     """
     kept, skip = [], False
     for argument in sys.argv[1:]:

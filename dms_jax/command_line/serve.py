@@ -7,23 +7,21 @@ r"""Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a tim
     dms-jax serve --model path/to/model --adapter math=runs/math --adapter code=runs/code
 
 Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions and
-responses, streamed or whole, with tools; clients of Anthropic's API at http://HOST:PORT. Requests
-join those that run. The sampling options are the defaults of requests that give none. /metrics is
-for Prometheus, /health for what starts and stops the server. Needs the extra `serve`
-(pip install 'dms-jax[serve]').
+responses, streamed or whole, with tools; clients of Anthropic's API at http://HOST:PORT. New
+requests join the running ones. The sampling options are defaults for requests. /metrics is for
+Prometheus, /health for process supervisors. Needs the extra `serve` (pip install 'dms-jax[serve]').
 
-The `model` of a request is the name of an adapter (--adapter NAME=DIRECTORY), or that of the base,
-which is also that of requests without one. Adapters share the base and one cache, and so one
-policy: that which they were trained for, or --policy. Those that were trained for different ones
-need a server each.
+The `model` of a request names an adapter (--adapter NAME=DIRECTORY) or the base, which is the
+default. Adapters share the base and one cache, and so one policy: the one they were trained for, or
+--policy. Adapters trained for different policies need separate servers.
 
-Where others reach the server, give it a key: --api-key FILE or the variable DMS_JAX_API_KEY. It
-answers to localhost, to IP addresses and to --allowed-hosts. Web pages of other servers may use it
-only if --allowed-origins has them. There is no encryption: a proxy adds it.
+If others can reach the server, set a key: --api-key FILE or the variable DMS_JAX_API_KEY. The
+server answers to localhost, to IP addresses and to --allowed-hosts. Web pages of other servers may
+use it only if --allowed-origins lists them. There is no encryption; use a proxy for that.
 
-Limits: a body is JSON, has at most 16 MB, and comes within 60 s; the head of a request within 20 s.
-A text has at most 32 characters for each token of --max-tokens. A body of more than 32 kB is parsed
-within 30 s. There are 256 connections beside --lanes and --max-waiting.
+Limits: a body is JSON of at most 16 MB that arrives within 60 s; the head of a request arrives
+within 20 s. A text has at most 32 characters per token of --max-tokens. A body of more than 32 kB
+must parse within 30 s. The most connections are --lanes + --max-waiting + 256.
 """
 
 import dataclasses
@@ -42,7 +40,7 @@ from dms_jax import compilation
 from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.options import find_adapter, read_bytes, tell_if_short
+from dms_jax.command_line.options import find_adapter, read_bytes, read_options, tell_if_short
 from dms_jax.generation.answers import template_text, with_shown_markers
 from dms_jax.generation.call_formats import format_of
 from dms_jax.serving import Service
@@ -51,7 +49,7 @@ from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.server import Server, take_address
 
 INTERRUPTED = "The server has ended."
-SequenceTokens = Annotated[int, Range(2)]  # one of a prompt, and one of its answer
+SequenceTokens = Annotated[int, Range(2)]  # at least one of a prompt and one of its answer
 Adapters = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 
 
@@ -60,8 +58,9 @@ class Config(Generating):
     """Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a time."""
 
     adapter: Adapters = ()  # pyright: ignore[reportIncompatibleVariableOverride]
-    """An adapter of the model: a directory, or one that ships; or name=directory, once for each of
-    several adapters that requests choose by name. One without a name is part of the model."""
+    """An adapter of the model: a directory, or one that ships; or name=directory, repeated for
+    several adapters that requests choose by name. An adapter without a name is part of the
+    model."""
     allow_adapter_changes: bool = False
     """Let clients load an adapter from another directory of this machine
     (POST /v1/load_lora_adapter with lora_name and lora_path)."""
@@ -80,22 +79,22 @@ class Config(Generating):
     max_tokens: int | None = None
     """Most tokens of a prompt and its answer; by default the model's positions."""
     max_waiting: int = 256
-    """Most answers that wait for a lane; clients of more get a 429 with Retry-After."""
+    """Most answers that wait for a lane; further requests get a 429 with Retry-After."""
     max_new_tokens: int = 1024
-    """Longest answer of requests that set no limit, if there is room."""
+    """Longest answer of requests without a limit, if there is room."""
     chunk: int = 8
-    """Decode steps between two polls: text arrives, and requests join, this often."""
+    """Decode steps between two polls, at which text is sent and requests join."""
     prefill_tokens: int = 8192
-    """Most tokens of prompts that are read between two chunks of steps: no answer pauses for more.
-    With fewer, answers flow more evenly, and prompts wait longer while others decode."""
+    """Most prompt tokens prefilled between two chunks of steps, which bounds the pause of an
+    answer. With fewer, answers flow more evenly, and prompts wait longer while others decode."""
     prefix_cache: str | None = None
-    """Host memory for prefixes of earlier prompts, beside what requests leave of the cache: bytes
-    (500MB, 4GB), or off. 4GB unless given; off on several devices, which keep none."""
+    """Host memory for prefixes of earlier prompts, in addition to free memory of the cache: bytes
+    (500MB, 4GB), or off. By default 4GB, and off on several devices, which do not support it."""
     drain_seconds: float = 30.0
-    """Seconds that running requests may take when the server is told to end."""
+    """Seconds that running requests may take after a signal to stop."""
     api_key: str | None = None
-    """File of API keys, one per line; the variable DMS_JAX_API_KEY has one, too. A request sends
-    one of them (Authorization: Bearer KEY). Without keys, requests need none."""
+    """File of API keys, one per line; the variable DMS_JAX_API_KEY may hold another. A request
+    sends one of them (Authorization: Bearer KEY). Without keys, requests need none."""
     allowed_hosts: tuple[str, ...] = ()
     """Names of the server besides localhost and IP addresses: example.org, *.example.org, or * for
     all."""
@@ -117,7 +116,7 @@ class Config(Generating):
 
 def main(config: Config) -> None:
     """Serves until a signal ends it."""
-    # Here, so that --help needs no extra.
+    # Imported here, so that --help does not need the extra.
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -132,8 +131,7 @@ def main(config: Config) -> None:
     sampling = config.make_sampling()
     access = make_access(config)
     with take_address(config.host, config.port) as taken, Server(taken) as server:
-        console.print(f"Loading {config.model} ...", soft_wrap=True)
-        service = make_service(config)
+        service = make_service(config, console)
         console.print("Reading or compiling the programs that requests can need ...")
         start = time.monotonic()
         with compilation.watched() as made:
@@ -164,13 +162,13 @@ def main(config: Config) -> None:
 
 
 def make_access(config: Config) -> Access:
-    """Returns the keys, hosts and origins of those who may use the server.
+    """Returns the access rules: keys, hosts and origins.
 
     Raises:
       ConfigError: a key cannot be read, or a name is malformed.
     """
     keys = read_keys(config.api_key, os.environ)
-    # The names of this machine and of the address are its own.
+    # Allow the names of this machine and of the address.
     names = {name for name in (socket.gethostname(), config.host) if is_name(name)}
     if not keys and not is_loopback(config.host):
         warnings.warn(
@@ -181,9 +179,11 @@ def make_access(config: Config) -> Access:
     return Access(keys, (*config.allowed_hosts, *sorted(names)), config.allowed_origins)
 
 
-def make_service(config: Config) -> Service:
-    """Returns a service of the model, not yet started."""
-    config.make_policy()  # first, because its errors come before a long load
+def make_service(config: Config, console: Console) -> Service:
+    """Returns a service of the model, not yet started; says so when it begins to load."""
+    config.make_policy()  # first, so that its errors come before a long load
+    read_options(config.template, "--template")
+    find_adapter(config.own_adapter)
     adapters = find_adapters(config)
     policies = [read_adapter(place).policy for place in adapters.values()]
     mesh = config.make_mesh()
@@ -200,6 +200,7 @@ def make_service(config: Config) -> Service:
     limits |= config.cache()
     for place in adapters.values():
         tell_if_short(place)
+    console.print(f"Loading {config.model} ...", soft_wrap=True)
     model = config.load()
     model = with_shown_markers(model, call_format_of(config, model))
     declared = model
@@ -212,7 +213,7 @@ def find_adapters(config: Config) -> dict[str, str | pathlib.Path]:
     """Returns the named adapters.
 
     Raises:
-      ConfigError: a name is malformed, given twice, or the model's.
+      ConfigError: a name is malformed, a duplicate, or the model's.
     """
     found: dict[str, str | pathlib.Path] = {}
     for given in config.adapter:
@@ -233,7 +234,7 @@ def find_adapters(config: Config) -> dict[str, str | pathlib.Path]:
 
 
 def split_adapter(given: str) -> tuple[str | None, str]:
-    """Returns the name and the directory of an adapter; a directory's own name may have a "=".
+    """Returns the name and the directory of an adapter; the directory's name may contain "=".
 
     Raises:
       ConfigError: the name or the directory is empty.

@@ -1,7 +1,7 @@
 """Shapes of well-known models, as their config.json gives them, for plans that need no weights.
 
-The tables of the documentation are made from them: which models there are, and what their caches
-take, as they are and compressed.
+The documentation's tables are made from them: supported models, and the memory of their caches,
+plain and compressed.
 """
 
 from typing import Any
@@ -96,7 +96,7 @@ LEARNED, RATIO = DMS(window=256), 8
 
 
 def model_table() -> str:
-    """Returns the table of the models that are served, a row for each shape."""
+    """Returns the table of supported models, a row per shape."""
     head = (
         "| model | family | layers | attention | feed-forward | files |\n|---|---|---|---|---|---|"
     )
@@ -124,7 +124,7 @@ def _model_row(name: str, config: ModelConfig) -> str:
 
 
 def cache_table() -> str:
-    """Returns the table of what a sequence's cache takes, as it is and with 8x DMS, by length."""
+    """Returns the table of a sequence's cache size by length, plain and with 8x DMS."""
     columns = " | ".join(f"{length // 1024}K | with DMS" for length in LENGTHS)
     rows = [f"| model | {columns} |", "|---|" + "---:|" * (2 * len(LENGTHS))]
     for name, config in SHAPES.items():
@@ -141,9 +141,9 @@ def cache_table() -> str:
 def cache_sizes(
     config: ModelConfig, policy: Policy, ratio: float | int, tokens: int
 ) -> tuple[str, str]:
-    """Returns the megabytes of a sequence's cache as it is, and under a policy at a ratio."""
+    """Returns the megabytes of a sequence's cache, plain and under a policy at a ratio."""
     plain = sequence_bytes(config, Vanilla(), tokens)
-    if not config.num_full_layers:  # nothing grows
+    if not config.num_full_layers:  # no cache grows with the length
         return f"{plain / 1e6:,.1f}", ""
     small = sequence_bytes(config, policy, tokens, compression_ratio=ratio)
     return f"{plain / 1e6:,.1f}", f"{small / 1e6:,.1f}"

@@ -9,31 +9,34 @@ from rich.segment import Segment, Segments
 from dms_jax.generation.answers import AnswerForm, AnswerReader
 from dms_jax.generation.call_readers import Text
 
-# Characters after which text without spaces, such as Chinese, is no longer held back.
+# The most characters to hold back of text without spaces, such as Chinese.
 _LONGEST_WORD = 30
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class Writer:
-    """Writes the pieces of a text as they come.
+    """Writes the pieces of a text as they arrive.
 
-    A word is held back until its end is known, so that a line can break before it.
+    Holds back a word until its end is known, so that a line can break before it.
 
     Args:
       console: where to write.
-      width: columns of a line; by default those of the terminal, and unlimited elsewhere.
+      width: columns of a line; by default the terminal's, and unlimited elsewhere.
       style: rich style on a terminal.
+      column: column in which the text begins.
     """
 
-    def __init__(self, console: Console, width: int | None = None, style: str = ""):
+    def __init__(
+        self, console: Console, width: int | None = None, style: str = "", column: int = 0
+    ):
         self._console, self._style = console, style
         self._width = width or (console.width if console.is_terminal else None)
-        self._held, self._spaces, self._column = "", "", 0
+        self._held, self._spaces, self._column = "", "", column
 
     def write(self, text: str, *, last: bool = False) -> None:
         """Writes a piece; the last one flushes the held word and ends the line."""
         if self._width is None:
-            # As a segment: a text would have its tabs expanded and its carriage returns dropped.
+            # As a Segment: rich's Text expands tabs and drops carriage returns.
             self._console.print(Segments([Segment(text + "\n" * last)]), end="", soft_wrap=True)
             return
         text = self._held + text
@@ -47,6 +50,15 @@ class Writer:
         if last:
             self._out("\n")
             self._spaces, self._column = "", 0
+
+    def pause(self) -> int:
+        """Writes what is held back; returns the column in which another text can go on."""
+        if self._width is not None:
+            self._write(self._held, self._width)
+            self._out(self._spaces)
+            self._column += cell_len(self._spaces)
+            self._held, self._spaces = "", ""
+        return self._column
 
     def _write(self, part: str, width: int) -> None:
         """Writes a word, or keeps the spaces for the next one."""
@@ -78,15 +90,16 @@ class Writer:
 
 
 class AnswerWriter:
-    """Streams an answer; on a terminal also the model's thoughts, dimmed, in lines of their own.
+    """Streams an answer; on a terminal also the model's thoughts, dimmed, on separate lines.
 
     Args:
       console: where to write.
       form: how thoughts are marked.
+      column: column in which the answer begins.
     """
 
-    def __init__(self, console: Console, form: AnswerForm):
-        self._reader, self._says = AnswerReader(form), Writer(console)
+    def __init__(self, console: Console, form: AnswerForm, column: int = 0):
+        self._reader, self._says = AnswerReader(form), Writer(console, column=column)
         self._thinks = Writer(console, style="dim") if console.is_terminal else None
         self._last: Writer | None = None  # the writer of the last piece
 

@@ -1,4 +1,4 @@
-"""Data: sources of documents, packing, and batches that can be stopped and resumed."""
+"""Data: sources of documents, packing, and resumable batches."""
 
 from dms_jax.data.batches import Batches, batches
 from dms_jax.data.documents import AnswersOnly, Documents, Exchange, Source

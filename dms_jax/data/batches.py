@@ -1,4 +1,4 @@
-"""Batches of packed sequences: for any loop, and the rows of one process of a training run.
+"""Batches of packed sequences, for any loop; and one process's rows of a training run.
 
     batches(source, tokenizer, batch_size=4, length=512)
       -> {"tokens": int32 [B, T], "loss_mask": bool [B, T], "segment_ids": int32 [B, T] or absent}
@@ -8,9 +8,9 @@ Documents (`sources.py`) become token ids (`tokenization.py`) in one or several 
 Threads tokenize and pack ahead while the device trains.
 
 **Training steps.** A step takes B sequences, and its row r is the next sequence of stream r mod S.
-S is B (if batch sizes differ between steps, their greatest common divisor). So the data of a step
-depend neither on the devices nor on the processes, and a process tokenizes only the documents of
-its own rows. The state of all streams is saved, and a run may be resumed with another number of
+S is B (or the greatest common divisor of batch sizes that differ between steps). So the data of a
+step do not depend on the number of devices or processes, and a process tokenizes only the documents
+of its rows. The state of all streams is saved, so a run can be resumed with another number of
 processes.
 
     # B = S = 4, two processes of two rows   process 0: streams 0, 1   process 1: streams 2, 3
@@ -40,7 +40,7 @@ Batch = dict[str, np.ndarray]
 
 # Batches that are packed ahead.
 _BATCHES_AHEAD = 2
-# Open sequences of first fit: in all streams together, and at least per stream.
+# Open sequences of first fit: in all streams together, and the minimum per stream.
 _OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
 _KEYS = {"tokens", "loss_mask", "segment_ids"}
 
@@ -50,7 +50,7 @@ class Batches:
 
     def __init__(self, iterator: Any):
         self._held = [iterator]
-        # Otherwise a prefetch thread waits for room in its queue for ever. Unlike `__del__`, a
+        # Otherwise a prefetch thread would wait forever for room in its queue. Unlike `__del__`, a
         # finalizer runs before the interpreter clears modules at exit.
         weakref.finalize(self, _close, self._held)
 
@@ -65,11 +65,11 @@ class Batches:
         return self._held[0].get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a state that `get_state` of an iterator over the same data returned."""
+        """Restores a state from `get_state` of an iterator over the same data."""
         self._held[0].set_state(state)
 
     def close(self) -> None:
-        """Ends the threads that read and pack ahead."""
+        """Ends the read-ahead and packing threads."""
         self._held[0].close()
 
 
@@ -101,8 +101,8 @@ def batches(
         tokens; "concatenate_whole" also starts every sequence with a document; "first_fit"
         separates the documents of a sequence by segment ids.
       vocab_size: V, to check token ids against; None for no check.
-      seed: seed of the order of the documents, which is new in each epoch; None keeps the order of
-        the data.
+      seed: seed of the order of the documents, which is new in each epoch; None keeps the data's
+        order.
       repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
 
     Raises:
@@ -166,7 +166,7 @@ class ProcessBatches:
     """An iterator over the rows of this process, one pass after the other, packed ahead.
 
     Args:
-      streams: resumable iterators over the sequences of this process's streams, by their numbers.
+      streams: stream number -> resumable iterator over its sequences, for this process's streams.
       assignment: the rows of this process.
     """
 
@@ -206,7 +206,7 @@ class ProcessBatches:
         """Restores a state from the end of a step, saved by any number of processes.
 
         Raises:
-          DataError: the steps had another size.
+          DataError: the state's steps have another size.
         """
         states = state["lanes"]
         if len(states) != self._assignment.streams:
@@ -236,7 +236,7 @@ def process_batches(
     """Returns the iterator over this process's rows of the passes of optimizer steps.
 
     Args:
-      assignment: which rows of which steps this process trains on.
+      assignment: the rows of each step for this process.
       data, tokenizer, length, packing, vocab_size, seed: as for `batches`.
 
     Raises:
@@ -270,7 +270,7 @@ def process_batches(
 def check_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = None) -> Batch:
     """Returns a caller's batch as int32 tokens and segment ids and a bool loss mask.
 
-    Everything is checked: a device raises no error for a token outside the vocabulary.
+    Checks everything, because a device raises no error for a token outside the vocabulary.
 
     Args:
       batch: `{"tokens": [B, T]}`, and optionally "loss_mask" and "segment_ids" of the same shape.
@@ -316,13 +316,13 @@ def check_batch(batch: Any, *, vocab_size: int, shape: tuple[int, int] | None = 
 
 
 def check_batch_list(what: str, batches: Any) -> None:
-    """Checks that `batches` is a list and not an iterator, which may be endless.
+    """Checks that `batches` is a list, not an iterator, which may be endless.
 
     Raises:
       ConfigError: it is not a list of batches.
     """
     require(
         isinstance(batches, Collection) and not isinstance(batches, Mapping),
-        f"{what} must be a list of batches, got {show(batches)}. Of an iterator, which may have no "
-        "end, give list(itertools.islice(iterator, 16)).",
+        f"{what} must be a list of batches, got {show(batches)}. An iterator may have no end: give "
+        "list(itertools.islice(iterator, 16)).",
     )

@@ -1,6 +1,6 @@
-"""Decompression of files with a limit on the size of what comes out.
+"""Decompression of files with a limit on the output size.
 
-A few kilobytes may hold gigabytes of one letter, which fill a disk or a memory.
+A few kilobytes may expand to gigabytes of one letter, which fill a disk or memory.
 """
 
 import gzip
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dms_jax.errors import DataError
 
 ALWAYS_ALLOWED = 2**26  # bytes that any file may decompress to
-LARGEST_RATIO = 100  # of a larger file; that of texts is three to ten
+LARGEST_RATIO = 100  # for larger outputs; texts have three to ten
 DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 _PART = 2**20
 
@@ -32,14 +32,14 @@ class SizeLimit:
         """Counts more bytes.
 
         Raises:
-          DataError: they are too many.
+          DataError: the limit is exceeded.
         """
         self._size += size
         if self._size > self._limit:
             raise DataError(
                 f"{self._path} unpacks to more than {self._limit:,} bytes, which is more than "
-                f"{LARGEST_RATIO} times its size: texts do not pack so well. If it is what "
-                "you want, unpack it and give the file that comes out."
+                f"{LARGEST_RATIO} times its size: texts do not compress so well. To use "
+                "it anyway, unpack it and give the unpacked file."
             )
 
 
@@ -47,9 +47,9 @@ def gunzip(path: pathlib.Path) -> Iterator[bytes]:
     """Yields the decompressed content of a gzip file in parts.
 
     Raises:
-      DataError: it decompresses to too much.
-      OSError: it cannot be read.
-      DAMAGED: it is no whole gzip file.
+      DataError: the output exceeds the limit.
+      OSError: the file cannot be read.
+      DAMAGED: it is no complete gzip file.
     """
     limit = SizeLimit(path)
     with gzip.open(path) as file:

@@ -12,7 +12,7 @@ from dms_jax.checks import Share, check
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A prompt and the response to it.
+    """A prompt and its response.
 
     Attributes:
       prompt: a text, a list of chat messages, or token ids.
@@ -27,11 +27,11 @@ Document = str | Sequence[Mapping[str, Any] | int] | np.ndarray | Exchange
 
 
 class Source(abc.ABC):
-    """A sequence of documents that knows the origin of each.
+    """A sequence of documents with the origin of each.
 
     Attributes:
-      malformed: largest share of the documents that may be left out because they are malformed.
-      refused: number of documents that the source has left out because they are malformed.
+      malformed: largest share of malformed documents that may be skipped.
+      refused: number of malformed documents that were skipped.
     """
 
     malformed: float = 0.0
@@ -53,8 +53,8 @@ class Documents(Source):
 
     Args:
       documents: the documents.
-      malformed: largest share of them that may be left out because they are malformed; at 0 a
-        malformed document is an error when it is read.
+      malformed: largest share of malformed documents that may be skipped; at 0 a malformed document
+        is an error when it is read.
 
     Raises:
       ConfigError: `malformed` is not a share.

@@ -1,9 +1,9 @@
 """Open data files, for training and for evaluation.
 
-Texts are memory-mapped; those that end in .gz are unpacked into a temporary file first, up to a
-size (`decompression`). Tables are read through Arrow (pip install 'dms-jax[data]'), memory-mapped
-too: a table larger than memory takes only its pages that are in use. Parquet is compressed, so a
-copy of it that is not is written to a temporary file while it is used, up to a size.
+Text files are memory-mapped; those that end in .gz are first unpacked into a temporary file, up to
+a size limit (`decompression`). Tables are read through Arrow (pip install 'dms-jax[data]'), also
+memory-mapped: a table larger than memory takes only the memory of its pages in use. Parquet is
+compressed, so an uncompressed copy is written to a temporary file, up to a size limit.
 """
 
 import json
@@ -41,13 +41,15 @@ def map_text(path: pathlib.Path) -> mmap.mmap:
     for kind, pattern in _OTHERS.items():
         if re.match(pattern, ends):
             raise DataError(
-                f"{path} holds {kind}, and no text. Unpack it, or give it the name of what it is: "
+                f"{path} holds {kind}, and no text. Unpack it, or rename it to its type: "
                 "files that end in .gz, .parquet or .arrow are read as such."
             )
     return content
 
 
 def _mapped(path: pathlib.Path) -> mmap.mmap:
+    if path.is_fifo():
+        raise DataError(f"{path} is a pipe; a regular file is needed, as it is read several times.")
     try:
         if path.suffix != ".gz":
             with path.open("rb") as file:

@@ -1,13 +1,13 @@
-"""Packing: streams of documents of any length to sequences of exactly T tokens.
+"""Packing: turns streams of documents of any length into sequences of exactly T tokens.
 
 **Concatenate**, as the code of the DMS paper does: documents are joined and cut every T tokens;
 attention crosses their borders and positions continue. "concatenate_whole" drops the rest of a
-document when its sequence is full, so that every sequence begins with a document.
+document when its sequence is full, so every sequence begins with a document.
 
     # T=4, documents abcdef, gh   concatenate: abcd, efgh   concatenate_whole: abcd, gh..
 
-**First fit**, if attention must stay within documents: each document goes as a whole into the first
-of a few open sequences that has room; segment ids (1, 2, ...; 0 for padding) separate them.
+**First fit**, if attention must stay within documents: each document goes whole into the first of a
+few open sequences with room; segment ids (1, 2, ...; 0 for padding) separate documents.
 
     # T=4, documents abc, de, f   first_fit: abcf [1 1 1 2], de.. [1 1 0 0]
 
@@ -37,11 +37,11 @@ def pack(
     """Returns the sequences of a stream, as `{"tokens", "loss_mask"}`, each [T].
 
     Args:
-      stream: documents, long texts as their first chunk; none is empty.
-      documents: where the further chunks of long texts come from.
+      stream: non-empty documents; long texts as their first chunk.
+      documents: source of the further chunks of long texts.
       packing: "concatenate", "concatenate_whole", or "first_fit", which adds "segment_ids", [T].
       length: T, tokens per sequence.
-      bins: sequences that first fit keeps open at a time.
+      bins: number of sequences that first fit keeps open.
       seed: seed of the order in which first fit returns sequences.
     """
     if packing == "first_fit":
@@ -50,7 +50,7 @@ def pack(
 
 
 class _Concatenate(grain.IterDataset):
-    """Joins documents and cuts them; with `carry` the rest of one goes into the next sequence."""
+    """Concatenates and cuts documents; with `carry` a document's rest starts the next sequence."""
 
     def __init__(
         self, parent: grain.IterDataset, documents: TokenizedDocuments, length: int, *, carry: bool
@@ -63,9 +63,9 @@ class _Concatenate(grain.IterDataset):
 
 
 class _ConcatenateIterator(grain.DatasetIterator):
-    """Its state: the parent's before the current document, the chunk, the offset in the chunk.
+    """The state: the parent's before the current document, the chunk, the offset in the chunk.
 
-    The rest of a document is not in the state: it is tokenized again.
+    The rest of a document is not stored; it is tokenized again.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class _ConcatenateIterator(grain.DatasetIterator):
         return {name: np.concatenate([part[name] for part in parts]) for name in _NAMES}
 
     def _current(self) -> Tokenized:
-        """Returns the chunk that the next token is from."""
+        """Returns the chunk with the next token."""
         while self._chunk is None or self._offset == len(self._chunk["tokens"]):
             if self._chunk is not None and self._chunk["next"] >= 0:
                 self._start, self._offset = int(self._chunk["next"]), 0
@@ -119,10 +119,10 @@ class _ConcatenateIterator(grain.DatasetIterator):
             index, self._start, self._offset = int(chunk["index"]), state["start"], state["offset"]
             if self._start:
                 chunk = self._documents.chunk(index, self._start)
-            if self._offset > len(chunk["tokens"]):  # else no sequence is ever full
+            if self._offset > len(chunk["tokens"]):  # otherwise no sequence would ever be full
                 raise DataError(
                     f"Document {index} ends before the place up to which it was read when this "
-                    "state was taken: these are other data. Give those of the run to resume it."
+                    "state was taken: these are other data. Give the run's data to resume it."
                 )
             self._chunk = chunk
 

@@ -1,4 +1,4 @@
-"""Records to documents: which fields of a JSON object or table row make up a document.
+"""Turns records into documents: the fields of a JSON object or table row that make a document.
 
     {"messages": [...]}                               a conversation
     {"prompt": ..., "response": ...}                  a prompt with its response
@@ -8,10 +8,10 @@
     {"text": ...}                                     a text
 
 Messages may be the JSON text of a list, as tables store them; `dms_jax/checkpoint/messages.py`
-says what their content may be.
+defines their content.
 
-Alternatively, a field can be named, or templates can write the prompt and the response from several
-fields ("Solve: {problem}"). Records that are too long or malformed can be left out.
+Alternatively, name a field, or give templates of the prompt and the response with several fields
+("Solve: {problem}"). Records that are too long or malformed can be skipped.
 """
 
 import abc
@@ -37,19 +37,18 @@ _VARIABLE = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Fields(Options):
-    """Which fields of a record make up a document, and which records are left out.
+    """The fields of a record that make a document, and the records to skip.
 
     Attributes:
-      field: the field that holds the text or the messages; None for the first of the forms above
-        that a record has.
-      prompt, response: templates of a prompt and of its response, in which {name} stands for a
-        field; both or none.
-      malformed: largest share of the records that may be left out because they are malformed or
-        because the model cannot be trained on them (the chat template refuses the conversation, or
-        tokens are outside the vocabulary). Above 0, every record is read at the start, and a
-        warning counts those that are left out. At 0, a malformed record is an error when it is
-        read.
-      longest: most characters of a document; longer ones are left out. None for no limit.
+      field: the field with the text or the messages; None for the first of the above forms that
+        fits a record.
+      prompt, response: templates of a prompt and its response, with {name} for a field; both or
+        none.
+      malformed: largest share of records that may be skipped because they are malformed or unusable
+        for the model (the chat template refuses the conversation, or tokens are outside the
+        vocabulary). Above 0, all records are read at the start, and a warning counts the skipped
+        ones. At 0, a malformed record is an error when it is read.
+      longest: the most characters of a document; longer ones are skipped. None for no limit.
     """
 
     field: str | None = None
@@ -66,7 +65,7 @@ class Fields(Options):
             raise ConfigError("Fields: give a field or templates, not both.")
 
     def document(self, record: Any) -> Document | None:
-        """Returns the document of a record; None if the record is left out on purpose.
+        """Returns the document of a record; None if the record is skipped on purpose.
 
         Raises:
           DataError: the record is malformed.
@@ -92,7 +91,7 @@ class Fields(Options):
         field = self.field or ("messages" if "messages" in record else "text")
         if field not in record:
             found = ", ".join(sorted(map(str, record))) or "none"
-            wanted = "" if self.field else f" Accepted are {ACCEPTED}; name another by field=."
+            wanted = "" if self.field else f" Accepted are {ACCEPTED}; name another by `field`."
             raise DataError(f"there is no field {field!r}; fields: {found}.{wanted}")
         value = _chat_or_text(record[field])
         if is_chat(value) or (isinstance(value, str) and field != "messages"):
@@ -104,7 +103,7 @@ class Fields(Options):
 
 
 class Records(Source):
-    """A source of records, some of which may be left out."""
+    """A source of records, some of which may be skipped."""
 
     def __init__(self, fields: Fields):
         self._fields = fields
@@ -113,7 +112,7 @@ class Records(Source):
 
     @abc.abstractmethod
     def count(self) -> int:
-        """Returns the number of records, including those that are left out."""
+        """Returns the number of records, including skipped ones."""
 
     @abc.abstractmethod
     def record(self, place: int) -> Any:
@@ -124,7 +123,7 @@ class Records(Source):
         """Returns the origin of a record, for messages."""
 
     def read_all(self) -> None:
-        """Reads every record if some may be left out, and remembers which records are documents."""
+        """Reads all records if some may be skipped, and stores the indices of the documents."""
         fields = self._fields
         open_r1 = self.count() > 0 and self._is_open_r1()
         if not (fields.malformed > 0 or fields.longest or open_r1):
@@ -200,7 +199,7 @@ def is_chat(value: Any) -> bool:
 
 
 def _chat_or_text(value: Any) -> Any:
-    """Returns messages (or a JSON text of messages) normalised, and other values unchanged.
+    """Normalises messages (or a JSON text of messages); returns other values unchanged.
 
     Raises:
       DataError: the content of a turn is not text.
@@ -222,7 +221,7 @@ def _exchange(record: Mapping[str, Any], prompt: str, response: str) -> Exchange
 
 
 def _open_r1(record: Mapping[str, Any]) -> Exchange | None:
-    """The problem with the last correct generation, as NVIDIA's recipe takes it."""
+    """The problem with the last correct generation, as in NVIDIA's recipe."""
     generations, right = record["generations"], record.get("correctness_math_verify")
     if not isinstance(generations, Sequence) or not isinstance(right, Sequence):
         raise DataError("'generations' and 'correctness_math_verify' must be lists.")

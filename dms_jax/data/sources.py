@@ -1,11 +1,11 @@
-"""Documents to train on: text files, JSON lines, tables, strings, token arrays.
+"""Training documents: text files, JSON lines, tables, strings, token arrays.
 
 A source is a random-access sequence of documents. A document is a string, a conversation (a list of
 `{"role": ..., "content": ...}`), a prompt with its response, or an array of token ids. Files are
-indexed once, without parsing, and memory-mapped, so that a source of many gigabytes takes only the
+indexed once, without parsing, and memory-mapped, so a source of many gigabytes takes only the
 memory of its index (`files`).
 
-A run must be resumed with the data that it began with: their `fingerprint` is one of its settings.
+A run must be resumed with the same data: their `fingerprint` is one of its settings.
 """
 
 import abc
@@ -30,7 +30,7 @@ from dms_jax.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 _MARK = codecs.BOM_UTF8
-_COUNTED_AT_A_TIME = 2**24  # bytes in which lines are counted
+_COUNTED_AT_A_TIME = 2**24  # bytes to search for line ends at a time
 _SAMPLED = 1024  # documents that the fingerprint reads: the first, the last, evenly spaced ones
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
@@ -106,10 +106,10 @@ class TextFiles(_Files):
 
     Args:
       paths: path of one file, or several.
-      fields: which documents are left out (`malformed`, `longest`).
+      fields: which documents to skip (`malformed`, `longest`).
 
     Raises:
-      DataError: a file is missing or empty or, once it is read, not UTF-8.
+      DataError: a file is missing or empty; when a document is read, it is not UTF-8.
     """
 
     @staticmethod
@@ -126,11 +126,11 @@ class JsonLines(_Files):
 
     Args:
       paths: path of one file, or several.
-      fields: which fields of a record make up a document, and which records are left out.
+      fields: the fields of a record that make a document, and the records to skip.
 
     Raises:
-      DataError: a file is missing or empty, or too many lines are malformed; or, once a line is
-        read, it holds something else.
+      DataError: a file is missing or empty, or too many lines are malformed; when a line is read,
+        it is malformed.
     """
 
     @staticmethod
@@ -148,10 +148,10 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
     Args:
       data: a source; one path or a list of `pathlib.Path` (`.jsonl` and `.json` are JSON lines,
         `.parquet` and `.arrow` tables, folders datasets saved to disk, anything else is text; each
-        file can be packed with gzip, `.gz`); a list of strings, of conversations or of token ids;
-        or an [N, T] array of token ids.
-      fields: which fields of a record make up a document, and which records are left out; for data
-        in memory only `fields.malformed` counts.
+        file may be compressed with gzip, `.gz`); a list of strings, of conversations or of token
+        ids; or an [N, T] array of token ids.
+      fields: the fields of a record that make a document, and the records to skip; for data in
+        memory only `fields.malformed` counts.
 
     Raises:
       DataError: the data is none of these, or empty.
@@ -183,8 +183,8 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
 def fingerprint(source: Source) -> str:
     """Returns a fingerprint of a source: a digest of its length and of a sample of its documents.
 
-    It does not depend on the paths of files. A malformed line outside the sample, which stops a run
-    later, can be repaired in place before the run is resumed.
+    It does not depend on the paths of files. A malformed line outside the sample, which stops a
+    run, can be repaired in place before resuming.
 
     Raises:
       DataError: a document of the sample is malformed.

@@ -1,9 +1,9 @@
 """Streams of tokenized documents: in shuffled order, read ahead in threads, resumable.
 
-`one_stream` holds all documents. `split_streams` deals them to S streams: stream s has documents
-s, s + S, s + 2 S, ... of the shuffled data. It makes only the streams that are asked for: a process
-tokenizes the documents of its own streams alone. The order depends on the seed, not on the number
-of threads or processes.
+`one_stream` has all documents. `split_streams` deals them to S streams: stream s has documents s, s
++ S, s + 2 S, ... of the shuffled data. It creates only the requested streams, so a process
+tokenizes only the documents of its streams. The order depends on the seed, not on the number of
+threads or processes.
 
 This module imports Grain; import it only where it is used.
 """
@@ -21,18 +21,18 @@ from dms_jax.errors import DataError
 
 # Threads that read and tokenize the documents of one stream.
 WORKERS = max(2, min(16, (os.cpu_count() or 1) // 2))
-# Threads that do so for split streams, and the number of documents that they read ahead.
+# Threads that do this for split streams, and the number of documents that they read ahead.
 _READERS, _DOCUMENTS_AHEAD = 2, 32
 
 
 def one_stream(
     documents: TokenizedDocuments, *, seed: int | None, repeat: bool
 ) -> grain.IterDataset:
-    """Returns the stream of all documents that are not empty.
+    """Returns the stream of all non-empty documents.
 
     Args:
       documents: the documents.
-      seed: seed of their order, which is new in each epoch; None keeps the order of the data.
+      seed: seed of their order, which is new in each epoch; None keeps the data's order.
       repeat: whether to start over at the end.
     """
     options = grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=8 * WORKERS)
@@ -44,12 +44,12 @@ def one_stream(
 def split_streams(
     documents: TokenizedDocuments, count: int, numbers: Collection[int], *, seed: int
 ) -> dict[int, grain.IterDataset]:
-    """Returns endless streams of the documents that are not empty, by number.
+    """Returns endless streams of the non-empty documents, by number.
 
     Args:
       documents: the documents of all streams.
       count: S, the number of streams; if there are fewer documents, some streams are equal.
-      numbers: the streams to make, of 0 ... S - 1.
+      numbers: the streams to create, of 0 ... S - 1.
       seed: seed of the order of the documents, which is new in each epoch.
     """
     ordered = _ordered(documents, seed, repeat=True)
@@ -76,9 +76,9 @@ class _Every(grain.IterDataset):
 
     Args:
       dataset: the documents in their order.
-      first, stride: the first of them, and the distance to the next.
+      first, stride: index of the first document, and the distance to the next.
       readers: the threads, which several streams share.
-      ahead: how many documents are read before they are asked for.
+      ahead: number of documents to read ahead.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class _Every(grain.IterDataset):
 
 
 class _EveryIterator(grain.DatasetIterator):
-    """Its state is how many documents were taken."""
+    """The state is the number of documents taken."""
 
     def __init__(self, dataset: Any, first: int, stride: int, readers: Any, ahead: int):
         super().__init__()
@@ -125,7 +125,7 @@ class _EveryIterator(grain.DatasetIterator):
 
 
 class _NonEmpty(grain.IterDataset):
-    """The documents of a stream that are not empty.
+    """The non-empty documents of a stream.
 
     Args:
       parent: the stream.

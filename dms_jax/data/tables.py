@@ -1,4 +1,4 @@
-"""Tables of records: Parquet files, and Hugging Face datasets that were saved to disk."""
+"""Tables of records: Parquet files, and Hugging Face datasets saved to disk."""
 
 import bisect
 import json
@@ -15,7 +15,7 @@ class Tables(Records):
 
     Args:
       paths: files that end in .parquet or .arrow, or folders of saved datasets.
-      fields: which fields of a row make up a document, and which rows are left out.
+      fields: the fields of a row that make a document, and the rows to skip.
 
     Raises:
       ConfigError: pyarrow is not installed.
@@ -57,12 +57,12 @@ class Tables(Records):
 
 
 def is_table(path: pathlib.Path) -> bool:
-    """Whether a path is that of a table: a Parquet or Arrow file, or a saved dataset."""
+    """Whether a path is a table: a Parquet or Arrow file, or a saved dataset."""
     return path.suffix in (".parquet", ".arrow") or path.is_dir()
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a path: itself, those that a saved dataset lists, or Parquet files."""
+    """Returns the files of a path: itself, a saved dataset's files, or Parquet files."""
     if not path.is_dir():
         return [path]
     if (path / "dataset_dict.json").exists():

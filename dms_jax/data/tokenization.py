@@ -1,30 +1,29 @@
-r"""Tokenization: documents to token ids, with long texts in chunks.
+r"""Tokenization of documents, with long texts in chunks.
 
 A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
 conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
-with its response is a conversation if the tokenizer has a chat template, and otherwise the two
-texts between the begin and the end token. Arrays of token ids are used as they are.
+with its response is a conversation if the tokenizer has a chat template, otherwise the two texts
+between the begin and the end token. Arrays of token ids are used unchanged.
 
-**Answers.** If only answers count, each part of a document is tokenized separately, as it is when
-the model answers: the template up to an answer is its prompt.
+**Answers.** If only answers count, each part of a document is tokenized separately, as in
+generation: the template up to an answer is its prompt.
 
     # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
 
-**Chunks.** A long text is tokenized in chunks, on demand. It is cut where white space ends or
-begins, at a place where the tokenizer gives the surrounding text the same tokens with and without
-the cut:
+**Chunks.** A long text is tokenized in chunks, on demand. It is cut at the border of white space,
+where the surrounding text has the same tokens with and without the cut:
 
     encode(left + right) = encode(left) + rest(right),   rest(x) = encode("\n" + x) - encode("\n")
 
-The line break is there because some tokenizers put a space before a text. A chunk without such a
-place grows up to eight times as long, and is then cut inside a word, where tokens may differ from
-those of the whole text. This takes a run of a quarter of a million letters.
+The line break is needed because some tokenizers put a space before a text. A chunk without such a
+place grows to up to eight times the length, and is then cut inside a word, where tokens may differ
+from those of the whole text. That takes a run of a quarter of a million letters.
 
 **Documents that cannot be encoded.** A chat template may refuse a well-formed conversation, and a
 token may be outside the vocabulary. If a share of the documents may be malformed
 (`Source.malformed`), all are checked before the first step, so that every process and every resumed
-run leaves out the same documents. The check renders templates; it tokenizes texts only if the
-tokenizer has more tokens than the model.
+run skips the same documents. The check renders templates; it tokenizes texts only if the tokenizer
+has more tokens than the model.
 """
 
 import array
@@ -41,14 +40,14 @@ from dms_jax.data.documents import AnswersOnly, Document, Exchange, Source
 from dms_jax.errors import DataError
 
 CHUNK = 32_768  # characters
-_LONGEST = 8  # times CHUNK, that a chunk without a place to cut may grow to
-_AROUND = 48  # characters on either side of a cut that are compared
-_TRIED = 16  # cuts of each kind
+_LONGEST = 8  # times CHUNK, the limit of a chunk without a place to cut
+_AROUND = 48  # characters to compare on either side of a cut
+_TRIED = 16  # cuts of each kind to try
 _LINE = re.compile(r"\n(?=\S)")
 _WORD = re.compile(r"(?<=\S)(?=[ \n\t])")
 _ANY = re.compile(r"(?=.)", re.DOTALL)
 
-Part = tuple[str | np.ndarray, bool]  # a text or token ids, and whether they are of an answer
+Part = tuple[str | np.ndarray, bool]  # a text or token ids; whether it belongs to an answer
 Tokenized = dict[str, np.ndarray]
 
 
@@ -57,8 +56,8 @@ class TokenizedDocuments:
 
         {"tokens": int32 [n], "loss_mask": bool [n], "index": [], "next": []}
 
-    A long text comes as its first chunk. `next` is where its next one starts, -1 if there is none;
-    packing asks for that (`chunk`) once it needs it.
+    A long text is represented by its first chunk. `next` is the start of its next chunk, or -1;
+    packing fetches it (`chunk`) on demand.
     """
 
     def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
@@ -104,8 +103,8 @@ def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
     """Returns the token ids of one document, int32 [n].
 
     Raises:
-      DataError: a text has no tokenizer, a conversation no chat template, or the document is
-        neither of these nor an array of token ids.
+      DataError: there is no tokenizer for a text or no chat template for a conversation, or the
+        document is something else and no array of token ids.
     """
     return _encode_parts(_parts(document, tokenizer, answers=False), tokenizer)[0]
 
@@ -116,8 +115,8 @@ def encode_answers(
     """Returns the token ids of a document, and whether each belongs to an answer.
 
     Raises:
-      DataError: see `encode_document`; or the document has no answer, or its template writes
-        earlier turns in another way once there are later ones.
+      DataError: see `encode_document`; or the document has no answer, or its template renders
+        earlier turns differently when later turns follow.
     """
     return _encode_parts(_parts(document, tokenizer, answers=True), tokenizer)
 
@@ -133,7 +132,7 @@ def encode_chunk(text: str, start: int, tokenizer: Any) -> tuple[list[int], int]
     end = _cut(text, start, tokenizer)
     if start == 0:
         return _encode(text[:end], tokenizer), end
-    tokens = _rest(text[start:end], tokenizer)
+    tokens = _after_line_break(text[start:end], tokenizer)
     # None only after a cut inside a word.
     return _encode(text[start:end], tokenizer) if tokens is None else tokens, end
 
@@ -148,7 +147,7 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int | None) -> None:
 
 
 def keep_encodable(source: Source, tokenizer: Any, vocab_size: int | None) -> Source:
-    """Returns the documents of a source that can be encoded; all if none may be left out.
+    """Returns the encodable documents of a source; all documents if none may be skipped.
 
     Args:
       source: the documents; those of `AnswersOnly` must have separable answers.
@@ -213,7 +212,7 @@ def _check_document(
 
 
 def _encode_text_chunk(text: str, start: int, tokenizer: Any) -> tuple[np.ndarray, int]:
-    """Returns the token ids of a chunk of a document, and where the next starts; -1 at the end."""
+    """Returns the token ids of a document's chunk, and the start of the next (-1 at the end)."""
     begin, end = _special(tokenizer)
     ids, after = encode_chunk(text, start, tokenizer)
     last = after == len(text)
@@ -300,7 +299,7 @@ def _turns(messages: list[Any], tokenizer: Any, first: int = 0) -> list[Part]:
 
 
 def _is_chat(document: Any) -> bool:
-    """Whether a document is a list of messages, or begins as one."""
+    """Whether a document is a list of messages, or begins like one."""
     return isinstance(document, Sequence) and bool(document) and isinstance(document[0], dict)
 
 
@@ -324,7 +323,7 @@ def _token_ids(document: Any) -> np.ndarray:
     """Returns token ids as an array, int32 [n].
 
     Raises:
-      DataError: they are none.
+      DataError: the document is not a list of token ids.
     """
     tokens = np.asarray(document)
     if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
@@ -351,7 +350,7 @@ def _cut(text: str, start: int, tokenizer: Any) -> int:
         last += CHUNK
         for place in _places(text, last - CHUNK // 2, last, anywhere=last == longest):
             left, right = text[max(start, place - _AROUND) : place], text[place : place + _AROUND]
-            rest = _rest(right, tokenizer)
+            rest = _after_line_break(right, tokenizer)
             if rest is not None and _encode(left + right, tokenizer) == (
                 _encode(left, tokenizer) + rest
             ):
@@ -362,17 +361,17 @@ def _cut(text: str, start: int, tokenizer: Any) -> int:
 
 
 def _places(text: str, least: int, most: int, *, anywhere: bool) -> Iterator[int]:
-    """Yields places to cut at, from the last one on: after line breaks, then before white space.
+    """Yields places to cut, from the last backwards: after line breaks, then before white space.
 
-    Then come, if it may be `anywhere`, the others.
+    Then, with `anywhere`, all other places.
     """
     for pattern in (_LINE, _WORD, _ANY)[: 3 if anywhere else 2]:
         found = [match.end() for match in pattern.finditer(text, least, most)]
         yield from found[: -_TRIED - 1 : -1]
 
 
-def _rest(text: str, tokenizer: Any) -> list[int] | None:
-    """Returns the tokens of a text after a line break; None if it changes that of the break."""
+def _after_line_break(text: str, tokenizer: Any) -> list[int] | None:
+    """Returns the tokens of a text after a line break; None if the break's token changes."""
     line = _encode("\n", tokenizer)
     tokens = _encode("\n" + text, tokenizer)
     return tokens[len(line) :] if tokens[: len(line)] == line else None

@@ -1,7 +1,7 @@
 r"""Normalise written answers for Math-Verify.
 
 Math-Verify reads LaTeX and plain numbers. Written answers also have currencies, emphasis, quotes,
-Unicode signs, and remarks with numbers of their own:
+Unicode signs, and remarks with other numbers:
 
     \$29.        "29".     *29*.     −5        29 (3 * 10 - 1).       $18$ per day for 30 days.
 
@@ -16,7 +16,7 @@ _SIGNS = str.maketrans(
     {
         **dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011\u2012", "-"),  # minus signs and hyphens
         **dict.fromkeys("\u00a0\u202f\u2009\u2007\u2008\u200a", " "),  # spaces within numbers
-        **dict.fromkeys("\u200b\u200e\u200f\u2060\ufeff", ""),  # what has no width
+        **dict.fromkeys("\u200b\u200e\u200f\u2060\ufeff", ""),  # zero-width characters
         **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb\u300c\u300d\u3010\u3011\uff02`", '"'),
         **dict.fromkeys("\u2018\u2019\u201a", "'"),
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
@@ -93,9 +93,9 @@ _OTHER = re.compile(
     r"\s*(?:or|and|to|-)\s+(?=[-$\d.])|:\d|\s*\.\.|\s*-\s*(?=[$\d])|\s*,\s*(?=[-$\d])",
     re.IGNORECASE,
 )
-# What goes on as an expression: 29_x, 29^2, 3\sqrt{2}, 29 + 1
+# Continuations that make an expression: 29_x, 29^2, 3\sqrt{2}, 29 + 1
 _GOES_ON = rf"[_{{\[(\d]|\s*\^|\s*{_OPERATOR}\s*[-(\d$.\\]|\s*\\(?!\]|\))\w"
-# and where answers are no plain numbers: 29x, 29!, 2 pi, 5 i, 3 (x + 1)
+# Further ones, unless answers are plain numbers: 29x, 29!, 2 pi, 5 i, 3 (x + 1)
 _FORMULA = re.compile(
     rf"{_GOES_ON}|\w|\s*!|\s+[b-zB-Z](?!\w)|\s*\([^()]*(?<![A-Za-z])[a-zA-Z](?![A-Za-z])"
     r"|\s+(?:sqrt|pi|sin|cos|tan|log|ln|exp|mod|choose|over|times|plus|minus|divided)\b"
@@ -106,7 +106,7 @@ _CLAUSE = re.compile(r"(?:[^.\n;]|\.(?=\d))*")
 _NAMED = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _SPACES = re.compile(r"\s+")
-_LONGEST = 2000  # characters of a beginning in which an answer is looked for
+_LONGEST = 2000  # characters of a text to search for an answer
 
 
 def readable(text: str) -> str:
@@ -126,8 +126,8 @@ def stated(text: str, *, bulleted: bool = False, numeric: bool = False) -> str |
     r"""Returns the answer that a readable text begins with; None if it has to be looked for.
 
     Args:
-      text: what follows "the final answer is", made `readable`.
-      bulleted: whether it is on a line of its own, where a dash before it is a bullet.
+      text: the text after "the final answer is", made `readable`.
+      bulleted: whether it is on a separate line, where a leading dash is a bullet.
       numeric: whether answers are plain numbers, so that 29m and 29! are 29.
 
     Returns:
@@ -141,7 +141,7 @@ def stated(text: str, *, bulleted: bool = False, numeric: bool = False) -> str |
     """
     if bulleted:
         text = _BULLET.sub("", text, count=1) if _BULLET.match(text) else text
-    text = _led(text)
+    text = _without_lead(text)
     if numeric and (label := _LABEL.match(text)):
         text = text[label.end() :]
     if math := _MATH.match(text):
@@ -154,17 +154,17 @@ def stated(text: str, *, bulleted: bool = False, numeric: bool = False) -> str |
 
 
 def is_open(text: str) -> bool:
-    """Whether a readable text gives several numbers, or only bounds or excludes one.
+    """Whether a readable text has several numbers, or only bounds or excludes one.
 
     # "28 or 29", "28-29", "not 29", "at least 29"
     """
-    text = _led(text)
+    text = _without_lead(text)
     found = _STATED.match(text)
     return bool(_NOT.match(text) or (found and _OTHER.match(text, found.end())))
 
 
 def expression(text: str) -> str | None:
-    r"""The expression that a readable text consists of, up to the end of its sentence.
+    r"""The readable text up to the end of its sentence, if it is an expression.
 
     # In: "3\sqrt{2}."       Out: "$\boxed{3\sqrt{2}}$"
     # In: "(1, 2)"           Out: "$\boxed{(1, 2)}$"
@@ -177,7 +177,7 @@ def expression(text: str) -> str | None:
 
 
 def word(text: str) -> str | None:
-    r"""The word that a readable text consists of, up to the end of its sentence.
+    r"""The readable text up to the end of its sentence, if it is a word.
 
     # In: "yes."  Out: "$\boxed{yes}$"
     """
@@ -186,19 +186,19 @@ def word(text: str) -> str | None:
 
 
 def _clause(text: str) -> str:
-    found = _CLAUSE.match(_led(text))
+    found = _CLAUSE.match(_without_lead(text))
     return "" if found is None else found[0].strip()
 
 
-def _led(text: str) -> str:
-    """The beginning of a text without the words and marks that lead to an answer."""
+def _without_lead(text: str) -> str:
+    """Strips the words and marks that introduce an answer."""
     text = _SPACES.sub(lambda spaces: "\n" if "\n" in spaces[0] else " ", text[:_LONGEST])
     lead = _LEAD.match(text)
     return text if lead is None else text[lead.end() :]
 
 
 def _after_sum(text: str) -> int:
-    """Where the value of a sum begins that a text begins with; 0 if it begins with none.
+    """The start of the value if a text begins with a sum ("30 - 1 = 29"); 0 otherwise.
 
     # "30 - 1 = 29 minutes", "30 apples - 1 apple = 29 apples", but not "29 minutes = 1740 seconds"
     """
@@ -215,7 +215,7 @@ def _after_sum(text: str) -> int:
 
 
 def _number(text: str, numeric: bool) -> str | None:
-    """The number that a text begins with, unless it goes on as an expression or as others."""
+    """The number at the start of a text, unless an expression or further numbers follow."""
     found = _STATED.match(text)
     if found is None:
         return None

@@ -1,14 +1,14 @@
 """One score from the W chains of a problem: by vote, by likelihood, by pass@W, or as their mean.
 
     single          the mean score of the chains
-    vote            the answer that most chains give, however they write it (`Task.vote`); ties go
+    vote            the answer that most chains give, in any notation (`Task.vote`); ties go
                     to the one seen first (`majority`)
     likeliest_mean  the answer of the chain with the highest mean log-probability a token
     likeliest_sum   the answer of the chain with the highest sum of log-probabilities
     pass            the best score among W chains: pass@W where a score is 0 or 1
 
-Chains without an answer are not chosen. Where n > W chains were drawn, pass@W is its mean over all
-subsets of W chains, which is unbiased; with scores sorted from the highest down,
+Chains without an answer are not chosen. If n > W chains were drawn, pass@W is the mean over all
+subsets of W chains, an unbiased estimate; with scores sorted in descending order,
 
     pass@W = sum_i s_i C(n - i, W - 1) / C(n, W)      i = 1 .. n: s_i is the best of its subset
 
@@ -31,7 +31,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 def likeliest(answers: Sequence[str | None], weights: Float[np.ndarray, " chains"]) -> int | None:
     """Index of the chain with the largest weight among those with an answer; None without any.
 
-    Of equal weights the first counts.
+    Ties go to the first.
 
     # In: ["7", None, "8"], [-2, -1, -1.5]  Out: 2
     """
@@ -42,15 +42,15 @@ def likeliest(answers: Sequence[str | None], weights: Float[np.ndarray, " chains
 def pass_at(
     scores: Float[np.ndarray, "problems chains"], count: int
 ) -> Float[np.ndarray, " problems"]:
-    """Expected best score of `count` chains, estimated from all that were drawn.
+    """Expected best score of `count` chains, estimated from all drawn chains.
 
     Raises:
-      DataError: fewer were drawn.
+      DataError: fewer chains were drawn.
     """
     drawn = scores.shape[1]
     if not 1 <= count <= drawn:
         raise DataError(f"pass@{count} cannot be estimated from {drawn} chains.")
     subsets = math.comb(drawn, count)
-    # Exact whole numbers: the binomial coefficients of many chains exceed those of float64.
+    # Exact integers: the binomial coefficients of many chains overflow float64.
     shares = [math.comb(drawn - rank, count - 1) / subsets for rank in range(1, drawn + 1)]
     return -np.sort(-scores, axis=1) @ np.asarray(shares)

@@ -1,4 +1,4 @@
-"""Decode all prompts of an evaluation from one queue, and keep each answer as it ends."""
+"""Decode all prompts of an evaluation from one queue, and store each answer when it ends."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ def answer(
 ) -> None:
     """Runs requests to completion.
 
-    They share one queue: a free lane takes the next request. Where a policy runs prompts token by
+    They share one queue: a free lane takes the next request. If the policy runs prompts token by
     token, one prompt takes as long as many, so a full set of lanes starts together, and the next
     set waits until every lane is free.
 
@@ -69,7 +69,7 @@ def answer(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One system that answers all problems, once.
+    """One system that answers all problems once.
 
     Attributes:
       model, policy: the system.
@@ -110,7 +110,7 @@ class Evaluation:
 
         Args:
           judge: scores answers for the progress bar.
-          out: a folder for the answers, see `Journal`; those that it holds are not asked again.
+          out: a folder for the answers, see `Journal`; answers in it are not computed again.
           bar: title of the progress bar; None for no bar.
 
         An exception that interrupts it carries the finished completions by index:

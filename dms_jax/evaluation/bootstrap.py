@@ -1,15 +1,15 @@
-"""The error of an average gain: the whole computation, repeated on resampled problems and seeds.
+"""The error of an average gain, by repeating the computation on resampled problems and seeds.
 
-A resample draws problems with replacement, the same ones for both systems (a paired bootstrap); it
-has other mean scores and other mean budgets, hence other frontiers and another common interval. The
+A resample draws problems with replacement, the same ones for both systems (a paired bootstrap).
+Mean scores and mean budgets change, and with them the frontiers and their common interval. The
 error from the choice of problems is the standard deviation of the gain over the resamples. Seeds
-are resampled likewise, over all problems, and both variances are added as in `statistics`:
+are resampled in the same way, over all problems, and both variances are added as in `statistics`:
 
     SE^2 = SE_problems(mean over seeds)^2 + SE_seeds(mean over problems)^2
 
-One problem fewer is drawn than there are, and likewise one seed fewer: the variance of a mean over
-n - 1 draws out of n is s^2 / n with s^2 over n - 1, the unbiased estimate (over n draws it would be
-too small, with two seeds by half). With one seed the second term is left out.
+A resample has n - 1 of n problems, and one seed less than there are: the variance of a mean over n
+- 1 draws out of n is s^2 / n with s^2 over n - 1, the unbiased estimate (with n draws it would be
+too small, by half for two seeds). With one seed the second term is left out.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ RESAMPLES = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A system at one setting, as several seeds measured it on the same problems.
+    """Measurements of a system at one setting, with several seeds on the same problems.
 
     Attributes:
       budget: tokens of each problem (peak or reads).
@@ -48,7 +48,7 @@ def measured_average_gain(
     or if more than half of the resamples are left out.
 
     Raises:
-      DataError: the trials have other seeds or problems.
+      DataError: the trials have different seeds or problems.
     """
     shapes = {trial.scores.shape for trial in (*left, *right)}
     if len(shapes) > 1:
@@ -103,5 +103,5 @@ def _means(
 
 
 def _shares(count: int, draws: int, rng: np.random.Generator) -> Float[np.ndarray, "draws count"]:
-    """How often each of `count` was drawn, as a share."""
+    """The share of draws that picked each of `count` items."""
     return rng.multinomial(count - 1, np.full(count, 1 / count), size=draws) / (count - 1)

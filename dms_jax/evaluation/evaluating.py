@@ -22,7 +22,7 @@ from dms_jax.json_text import json_text
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
-SAMPLING = Sampling(temperature=0.7, max_new_tokens=512)  # of answers, unless given
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=512)  # the default
 
 
 def evaluate(
@@ -41,29 +41,29 @@ def evaluate(
     out: str | pathlib.Path | None = None,
     progress: bool = False,
 ) -> Result:
-    """Answers problems with a cache that holds only what the policy keeps, and scores the answers.
+    """Answers problems from a cache that holds only the policy's kept tokens, and scores them.
 
-    The chains of a problem that start together read its prompt once, and all problems the examples
-    that their prompts begin with; see `dms_jax.generate`.
+    Chains of a problem that start together prefill its prompt once, and all problems share the
+    prefill of their worked examples; see `dms_jax.generate`.
 
     Args:
       model: a model with a tokenizer.
       task: one task, or several whose problems alternate: problem i is number i // n of task
-        i % n. A file that runs out of problems is left out from there on.
-      policy: the checkpoint's own if None.
-      problems: number of problems, over all tasks; None for every problem of tasks on files, and
-        for 200 of tasks that draw them from seeds.
-      split: which split; use "validation" to tune anything.
+        i % n. A task whose file runs out of problems is skipped from then on.
+      policy: the cache policy; the checkpoint's if None.
+      problems: number of problems over all tasks; None for all problems of tasks on files, and 200
+        of tasks that draw problems from seeds.
+      split: the split; use "validation" for any tuning.
       start: the first problem of each task.
       chains: W, independent answers to each problem.
       sampling: `SAMPLING` if None: temperature 0.7, at most 512 new tokens. Its seed is ignored.
-      chat: options of the model's chat template; None for plain text prompts. In a chat what the
-        model thinks before it answers (`<think>`, the channels of gpt-oss) is not judged.
+      chat: options of the model's chat template; None for plain text prompts. In a chat, thoughts
+        before the answer (`<think>`, the channels of gpt-oss) are not judged.
       seed: every chain of every problem derives its own sampling seed from it.
       serving: options of the cache; `Serving()` if None.
-      out: a folder for `answers.jsonl`, which gets every answer as soon as it is finished, and for
-        `results.json` and `table.md` at the end. If it holds answers of the same settings, the
-        evaluation resumes after them.
+      out: a folder. Each finished answer is appended to its `answers.jsonl`; `results.json` and
+        `table.md` are written at the end. If it holds answers of the same settings, the evaluation
+        resumes after them.
       progress: whether to show a progress bar with the running score on standard error.
 
     Raises:

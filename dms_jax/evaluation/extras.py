@@ -1,4 +1,4 @@
-"""Packages of the extra `eval`: imported where they are used, named where they are missing."""
+"""Imports packages of the extra `eval` on first use; the error names a missing one."""
 
 import importlib
 from types import ModuleType
@@ -12,10 +12,10 @@ def import_extra(module: str, *, package: str, purpose: str) -> ModuleType:
     Args:
       module: name of the module.
       package: name of the package, for messages.
-      purpose: what needs it, as the subject of a sentence.
+      purpose: the feature that needs it, as the subject of a sentence.
 
     Raises:
-      ConfigError: it is not installed.
+      ConfigError: the package is not installed.
     """
     try:
         return importlib.import_module(module)

@@ -3,10 +3,10 @@ r"""lm-evaluation-harness: its tasks, answered from the real paged cache of any 
     python -m dms_jax.evaluation.harness --model dms_jax \
         --model_args path=model/,policy=TOVA,budget=512 --tasks gsm8k,arc_challenge
 
-The harness finds models in a registry that other packages fill; it looks for no entry points
-(lm-eval 0.4.13). So this module registers the model `dms_jax` and then runs the harness's own
-command line, whose options are the same. From Python, call `register` before
-`lm_eval.simple_evaluate(model="dms_jax", ...)`. The arguments are those of `HarnessModel`.
+The harness finds models in a registry, not through entry points (lm-eval 0.4.13). So this module
+registers the model `dms_jax` and then runs the harness's own command line, whose options are the
+same. From Python, call `register` before `lm_eval.simple_evaluate(model="dms_jax", ...)`. The
+arguments are those of `HarnessModel`.
 """
 
 import sys
@@ -25,14 +25,14 @@ def register() -> None:
       ConfigError: lm-eval is not installed.
     """
     needed = dict(package="lm-eval", purpose="Evaluation with lm-evaluation-harness")
-    import_extra("lm_eval.models", **needed)  # which registers the harness's own
+    import_extra("lm_eval.models", **needed)  # importing it registers the harness's models
     registry = import_extra("lm_eval.api.registry", **needed).model_registry
     if NAME not in registry:
         registry.register(NAME, target=_TARGET)
 
 
 def main() -> None:
-    """Runs the command line of the harness, which then knows `dms_jax`."""
+    """Runs the command line of the harness with the model `dms_jax` registered."""
     try:
         register()
         command_line = import_extra(

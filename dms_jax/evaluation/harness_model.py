@@ -1,6 +1,6 @@
 """The model that lm-evaluation-harness calls: likelihoods and answers from the real paged cache.
 
-Imported by the harness (see `harness.py`), so lm-eval is there.
+Imported by the harness (see `harness.py`), so lm-eval is installed.
 """
 
 import collections
@@ -33,13 +33,13 @@ class HarnessModel(LM):
 
     Args:
       path: a Hugging Face directory, or a hub id; from Python also a loaded model.
-      policy: the policy's name; what the checkpoint declares if None.
+      policy: the policy's name; the one that the checkpoint declares if None.
       adapter: directory of an adapter that was trained on the checkpoint.
       dtype: type of the weights and the cache; the type in the files if None.
-      enable_thinking: variable of the chat template, for templates that have it.
-      chat_variables: further variables of the chat template; from Python only.
-      batch_size: from the harness's own option; above 1 it is the number of lanes, which is 64
-        otherwise. Its `--device` is not used: jax chooses the device (JAX_PLATFORMS).
+      enable_thinking: variable of the chat template, if it has one.
+      chat_variables: other variables of the chat template; only from Python.
+      batch_size: the harness's option; above 1 it is the number of lanes (default 64). The
+        harness's `--device` is ignored: jax chooses the device (JAX_PLATFORMS).
       **options: fields of `Serving` (lanes, memory, page_size, ...), and options of the policy
         (budget=512, window=256).
 
@@ -93,7 +93,7 @@ class HarnessModel(LM):
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether it is the greedy one."""
         del disable_tqdm
-        pairs = [self._fitting(*encode_pair(self.model, *each.args)) for each in requests]
+        pairs = [self._truncate_context(*encode_pair(self.model, *each.args)) for each in requests]
         found = likelihoods(self.model, pairs, policy=self.policy, serving=self.serving)
         self._peaks += [each.peak_tokens for each in found]
         answers = [(each.logprob, each.greedy) for each in found]
@@ -104,10 +104,10 @@ class HarnessModel(LM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each text, in windows as long as the model's positions allow."""
+        """The log-probability of each text, in the longest windows that fit the positions."""
         del disable_tqdm
         start = first_token(self.model)
-        most = self.max_length - 1  # a window is read with the token before it
+        most = self.max_length - 1  # a window includes the token before it
         windows: list[list[int]] = []
         sizes: list[list[int]] = []  # tokens that each window of each text predicts
         for request in requests:
@@ -158,7 +158,7 @@ class HarnessModel(LM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, done.text)
         return answers
 
-    def _fitting(
+    def _truncate_context(
         self, context: Sequence[int], continuation: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Truncates the context on the left so that both fit the model's positions."""
@@ -169,7 +169,7 @@ class HarnessModel(LM):
 
     @property
     def max_length(self) -> int:
-        """Returns the longest context in tokens, which is all positions of the model."""
+        """The longest context in tokens: all positions of the model."""
         return self.model.config.max_position_embeddings
 
     @property
@@ -187,13 +187,13 @@ class HarnessModel(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Renders a conversation; without a generation prompt the last message is left open."""
+        """Renders a conversation; without a generation prompt the last message stays open."""
         if not add_generation_prompt:
             return open_turn(self.model.tokenizer, chat_history, **self._chat_variables)
         return self.model.tokenizer.apply_chat_template(chat_history, **self._chat_variables)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Stored with the results: the policy, cache options, and mean peak of live tokens."""
+        """Data stored with the results: the policy, cache options, and mean peak of live tokens."""
         peak = float(np.mean(self._peaks)) if self._peaks else None
         return {
             "policy": self.policy.to_dict(),

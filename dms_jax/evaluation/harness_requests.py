@@ -1,6 +1,6 @@
-"""Read what tasks of lm-evaluation-harness ask for: sampling options, and turns to be continued.
+"""Parse requests of lm-evaluation-harness: sampling options, and turns to continue.
 
-Nothing here needs lm-eval.
+Works without lm-eval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from dms_jax.checks import show
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.generation import Sampling
 
-ANSWER_TOKENS = 256  # unless a task says how many
+ANSWER_TOKENS = 256  # default of tasks that set no length
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DRAWN = ("top_k", "top_p", "min_p", "seed")
 _READ = ("until", "do_sample", "temperature", *_LENGTHS, *_DRAWN)
-# Options that are not supported, with the values at which they change nothing.
+# Unsupported options, with the values that are accepted as neutral.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
@@ -35,7 +35,7 @@ _TAG = "(the turn goes on here)"
 
 
 def read_sampling(options: Mapping[str, Any]) -> Sampling:
-    """The sampling of a task's options for generation; greedy unless they say `do_sample`.
+    """The sampling for a task's generation options; greedy unless `do_sample` is set.
 
     Raises:
       ConfigError: an option does not fit, is not supported (penalties, beams) or is unknown.
@@ -72,15 +72,14 @@ def read_sampling(options: Mapping[str, Any]) -> Sampling:
 def open_turn(tokenizer: Any, messages: Sequence[Any], **variables: Any) -> str:
     """The text of a conversation up to the end of the last message's content, to be continued.
 
-    As `continue_final_message` of transformers: a mark is put behind the content, and the text is
-    cut there. Where the template trims contents, the space at the end of this one goes too.
+    Like `continue_final_message` of transformers: appends a marker to the content, renders, and
+    cuts the text there. If the template trims contents, trailing space of the last one is lost too.
 
     Raises:
-      DataError: there is no message, one is malformed, or the template leaves out content of the
-        last.
+      DataError: there is no message, one is malformed, or the template drops content of the last.
     """
     if not messages or (last := read_messages(messages)[-1])["content"] is None:
-        raise DataError("a turn that is to be continued needs a content, which may be empty.")
+        raise DataError("a turn to continue needs a content, which may be empty.")
     content, tag = text_of(last["content"]), _TAG
     while any(tag in str(message) for message in messages):
         tag = f"({tag})"

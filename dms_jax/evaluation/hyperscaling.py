@@ -1,16 +1,16 @@
-"""`hyperscale`: accuracy against budget where a small cache pays for longer or more answers.
+"""`hyperscale`: accuracy against budget, when a small cache pays for longer or more answers.
 
 Inference-time hyper-scaling (DMS paper, section 5): answers of at most L tokens, W chains of each
-problem, compression ratio CR; systems are compared over all L-W-CR configurations at equal reads
+problem, compression ratio CR. Systems are compared over all L-W-CR configurations at equal reads
 and at equal peak.
 
-Every system answers once, with the largest number of chains W: a point of w chains is the mean of
-their W // w groups. The longest answers serve the shorter lengths too, as their first tokens,
-unless the policy takes a share of the longest answer (`traces`); then every length has its own run.
+Every system answers once, with the largest number of chains W; a point of w chains is the mean of
+their W // w groups. Shorter lengths reuse the first tokens of the longest answers, unless the
+policy's budget is a share of the longest answer (`traces`); then every length has its own run.
 
-One greedy chain is a point of every system at every length, by construction: a vote of sampled
-chains that does not beat it has gained nothing, and many models answer better greedily than they do
-when sampled. Gains are over the best that the other system does with a budget, greedy included.
+Every system has a point of one greedy chain at every length: a vote of sampled chains that does not
+beat it has gained nothing, and many models answer better greedily than sampled. Gains are measured
+against the other system's best result at a budget, greedy or sampled.
 """
 
 import contextlib
@@ -52,8 +52,9 @@ class System(Options):
     Attributes:
       name: name of the line; systems of one name, at different ratios, share a frontier.
       policy: the cache policy; None for the one that the checkpoint declares.
-      model: the checkpoint; None for the model of the call. DMS at another ratio is another one.
-      compression_ratio: the nominal ratio, a label; None for the policy's own, if it has one.
+      model: the checkpoint; None for the model of the call. DMS at another ratio is another
+        checkpoint.
+      compression_ratio: the nominal ratio, used as a label; None for the policy's, if it has one.
     """
 
     name: str
@@ -84,21 +85,21 @@ def hyperscale(
     Args:
       model: a model with a tokenizer.
       task: one task, or several whose problems alternate; see `evaluate`.
-      systems: cache policies, or checkpoints, under their names.
+      systems: cache policies or checkpoints, with names.
       lengths: L, the most new tokens of an answer.
-      chains: W, the independent answers to each problem that are put to the vote.
+      chains: W, the number of independent answers to each problem, which vote.
       problems, split, chat, serving: see `evaluate`.
-      seeds: every seed draws new chains for the same problems.
+      seeds: each seed draws new chains for the same problems.
       sampling: see `evaluate`; its seed and max_new_tokens are ignored.
-      temperatures: sampling temperatures, each a grid of lengths and chains; that of `sampling`
-        unless given. 0, with one chain, is always among them.
+      temperatures: sampling temperatures, each with the full grid of lengths and chains; by default
+        that of `sampling`. Temperature 0 with one chain is always included.
       out: a folder for the answers of each run (as `evaluate` writes them), `results.json` and
-        `table.md`. The same call resumes after the answers that are there.
+        `table.md`. The same call resumes after the stored answers.
       progress: whether to show a progress bar for each run on standard error.
 
     Raises:
-      ConfigError: an argument or a policy does not fit, or the longest answers do not fit into the
-        positions that a model has.
+      ConfigError: an argument or a policy does not fit, or the longest answers exceed a model's
+        positions.
       DataError: a prompt leaves no room for an answer, there are too few problems, or `out` cannot
         be written or holds answers of other settings.
       CapacityError: the memory does not hold a single sequence.
@@ -140,12 +141,12 @@ def hyperscale(
         plan.write(result)
     except BaseException as error:
         if result is None:
-            with contextlib.suppress(DataError):  # what interrupted it says more
+            with contextlib.suppress(DataError):  # the interrupting exception matters more
                 plan.write(plan.result(points))
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
             error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return result  # the one that was written: it has computed its gains
+    return result  # the written one, which has computed its gains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Resolved:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call was asked for."""
+    """The arguments of a call, resolved."""
 
     questions: Questions
     systems: tuple[Resolved, ...]
@@ -175,7 +176,7 @@ class Plan:
     progress: bool
 
     def check_lengths(self) -> None:
-        """Makes sure that no answer is cut off by the end of a model's positions.
+        """Checks that no answer is cut off at the end of a model's positions.
 
         Raises:
           ConfigError: the longest answers do not fit beside the longest prompt.
@@ -203,7 +204,7 @@ class Plan:
     def points_at(
         self, system: Resolved, temperature: float, chains: Sequence[int], seeds: Sequence[int]
     ) -> Iterator[Point]:
-        """Runs a system at one temperature. A single seed stands for all."""
+        """Runs a system at one temperature; at 0 a single seed stands for all."""
         runs = [self.lengths]
         if depends_on_length(system.policy):
             runs = [(length,) for length in self.lengths]
@@ -302,7 +303,7 @@ def _point(
         return float(np.mean([getattr(sample, name)[:, :used] for sample in samples]))
 
     def total(name: str) -> Float[np.ndarray, "seeds problems"]:
-        """Of all chains of a group, the mean over the groups."""
+        """The sum over the chains of a group, averaged over groups."""
         return np.stack([getattr(each, name)[:, :used].sum(1) for each in samples]) / groups
 
     return Point(
@@ -324,10 +325,10 @@ def _point(
 
 
 def _resolved(systems: Any, model: LanguageModel, questions: Questions) -> tuple[Resolved, ...]:
-    """The systems of a call, on its model unless they have their own.
+    """The systems of a call, with the call's model if they have none.
 
     Raises:
-      ConfigError: they are something else, or two cannot be told apart.
+      ConfigError: an item is no System, or two have the same name and ratio.
     """
     given = list(systems) if isinstance(systems, Iterable) else [systems]
     if not given or not all(isinstance(each, System) for each in given):
@@ -357,10 +358,10 @@ def _resolved(systems: Any, model: LanguageModel, questions: Questions) -> tuple
 
 
 def _numbers(name: str, values: Any, kind: Any) -> tuple[Any, ...]:
-    """Different numbers in increasing order.
+    """The distinct numbers in increasing order.
 
     Raises:
-      ConfigError: there are none, or they are something else.
+      ConfigError: the list is empty, or holds other values.
     """
     numbers = check(f"hyperscale: {name}", values, Sequence[kind])
     if not numbers:
@@ -369,7 +370,7 @@ def _numbers(name: str, values: Any, kind: Any) -> tuple[Any, ...]:
 
 
 def _slug(system: Resolved) -> str:
-    """The name of a system's folder, which tells policies and checkpoints apart.
+    """The name of a system's folder, unique per policy and checkpoint.
 
     # Out: "DMS-x8-5f0c1a2b"
     """

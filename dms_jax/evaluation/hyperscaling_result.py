@@ -4,9 +4,9 @@ A point is one L-W-CR configuration of a system (DMS paper, section 5): answers 
 W chains of each problem, and the compression ratio, drawn at a temperature. Its two budgets are the
 KV reads and the peak tokens of a problem, both summed over its W chains, which run side by side.
 
-Frontiers are compared only where both systems have a greedy point (temperature 0, one chain) of
-every length: without them, what votes of sampled chains gain may be what sampling lost before. The
-comparison is then with the best that a system does at a budget, greedy or sampled.
+Frontiers are compared only if both systems have a greedy point (temperature 0, one chain) at every
+length: otherwise votes of sampled chains may gain only what sampling lost. The comparison uses a
+system's best result at a budget, greedy or sampled.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ class Point:
       system: name of the system.
       compression_ratio: its nominal ratio; None if it has none.
       length, chains: L and W.
-      temperature: of the draws; 0 for the most likely tokens.
+      temperature: sampling temperature; 0 takes the most likely tokens.
       policy: the cache policy, as JSON data.
-      scores: score of each problem by method, see `aggregation`; where more chains were drawn, the
-        mean over the disjoint groups of `chains` of them.
+      scores: score of each problem by method, see `aggregation`; if more chains were drawn, the
+        mean over disjoint groups of `chains` chains.
       reads, peak: tokens of all chains of a problem, the mean over the same groups.
       new_tokens: mean number of tokens of a chain.
       ended: share of the chains that ended by themselves.
@@ -79,7 +79,7 @@ class Point:
 
     @property
     def greedy(self) -> bool:
-        """Whether the point is the most likely answer alone."""
+        """Whether the point is a single greedy chain."""
         return self.temperature == 0 and self.chains == 1
 
     def accuracy(self, method: Method = "vote") -> Measured:
@@ -91,7 +91,7 @@ class Point:
         return float(getattr(self, axis).mean())
 
     def level(self, axis: Axis, method: Method) -> Level:
-        """The point as `gain_at` wants it."""
+        """The point as a `Level` for `gain_at`."""
         return Level(self.budget(axis), self.scores[method])
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Hyperscaling:
     """All points of all systems on the same problems.
 
     Attributes:
-      settings: task, sampling, seeds and the rest, as JSON data.
+      settings: task, sampling, seeds and all other settings, as JSON data.
       points: the points, system by system.
     """
 
@@ -117,19 +117,19 @@ class Hyperscaling:
 
     @functools.cached_property
     def _known(self) -> dict[tuple[str, str, Axis, Method], Measured | None]:
-        """Cache of average gains, because a bootstrap takes a moment."""
+        """Cache of average gains, because a bootstrap is slow."""
         return {}
 
     @property
     def systems(self) -> tuple[str, ...]:
-        """Names of the systems, in the order in which they were given."""
+        """Names of the systems, in the given order."""
         return tuple(dict.fromkeys(point.system for point in self.points))
 
     def of(self, system: str) -> tuple[Point, ...]:
         """The points of a system.
 
         Raises:
-          ConfigError: there is no such system.
+          ConfigError: the system is unknown.
         """
         require(
             system in self.systems,
@@ -145,7 +145,7 @@ class Hyperscaling:
     def frontier(
         self, system: str, axis: Axis = "reads", method: Method = "vote"
     ) -> tuple[Point, ...]:
-        """The points of a system that none of its own surpasses at the same or a smaller budget."""
+        """The points of a system with no better point of it at the same or a smaller budget."""
         _check(axis, method)
         points = {
             (point.budget(axis), point.accuracy(method).value): point
@@ -187,7 +187,7 @@ class Hyperscaling:
         """The cells of the table of points, headings first.
 
         Scores in percent with one standard error. A star after reads or peak marks points on the
-        frontier of their system, by the given method. `methods` are those whose scores are shown.
+        frontier of their system by `method`. `methods` selects the columns of scores.
         """
         stars = {
             axis: {each for system in self.systems for each in self.frontier(system, axis, method)}
@@ -232,7 +232,7 @@ class Hyperscaling:
         """Returns points, frontiers and gains as JSON data.
 
         Args:
-          method: what frontiers and gains are computed from.
+          method: the method of scoring for frontiers and gains.
         """
         frontiers = {
             axis: {

@@ -1,8 +1,8 @@
-"""The answers of an evaluation on disk, so that an interrupted one can resume.
+"""The answers of an evaluation on disk, so that an interrupted evaluation can resume.
 
-The first line of `answers.jsonl` holds the settings, each other line an answer, written as soon as
-it is finished. The numbers of problems and chains are not settings: no seed depends on them, so a
-later evaluation can add more of both.
+The first line of `answers.jsonl` holds the settings, each other line an answer, written when it
+finishes. The numbers of problems and chains are not settings: no seed depends on them, so a later
+evaluation can add more of both.
 """
 
 import contextlib
@@ -17,11 +17,13 @@ import jax
 import numpy as np
 
 from dms_jax.cache.accounting import Usage
+from dms_jax.differences import difference
 from dms_jax.errors import DataError
 from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.file_lock import lock
 from dms_jax.generation.requests import Completion
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.regular_files import check_regular
 
 NAME = "answers.jsonl"
 Place = tuple[int, int]  # problem, chain
@@ -35,7 +37,7 @@ class Journal:
       settings: everything that determines the answers, as JSON data.
 
     Attributes:
-      answers: the answers that the folder held already, by problem and chain.
+      answers: the answers already in the folder, by problem and chain.
 
     Raises:
       DataError: the folder cannot be written, another run is writing there, or it holds the answers
@@ -47,11 +49,13 @@ class Journal:
         settings = json.loads(json.dumps(settings))
         with contextlib.ExitStack() as undo, _writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            check_regular(self._path)
             self._file = self._path.open("a+b")
             undo.callback(self.close)
             if lock(self._file) is False:
                 raise DataError(
-                    f"Another run is writing {self._path}. Wait for its end, or name another `out`."
+                    f"Another run is writing {self._path}. Wait for its end, or name another "
+                    "folder."
                 )
             self._file.seek(0)
             whole = self._file.read().split(b"\n")[:-1]  # a last line may be incomplete
@@ -65,7 +69,7 @@ class Journal:
         """Writes an answer and flushes the file.
 
         Raises:
-          DataError: it cannot be written.
+          DataError: the file cannot be written.
         """
         line = {"problem": problem, "chain": chain, **dataclasses.asdict(answer.completion)}
         if answer.trace is not None:
@@ -73,7 +77,7 @@ class Journal:
         self._write(line)
 
     def close(self) -> None:
-        """Closes answers.jsonl; what was added is on disk already."""
+        """Closes answers.jsonl; all answers are on disk already."""
         with contextlib.suppress(OSError):  # `add` has reported it
             self._file.close()
 
@@ -105,18 +109,22 @@ class Journal:
             if number == 1 and found != settings:
                 names = sorted(found.keys() | settings.keys())
                 other = [name for name in names if found.get(name) != settings.get(name)]
+                told = ", ".join(
+                    "another model" if name == "model" else difference(found, settings, name)
+                    for name in other
+                )
                 raise DataError(
-                    f"{self._path} holds answers of other settings ({', '.join(other)}). Name "
-                    "another folder, or remove the file."
+                    f"{self._path} holds answers of other settings: {told}. Give the same to go "
+                    "on after them, or name another folder."
                 )
         return answers
 
 
 def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:
-    """Writes files by name, each of them whole or not at all.
+    """Writes files by name, each atomically.
 
     Raises:
-      DataError: one cannot be written.
+      DataError: a file cannot be written.
     """
     for name, content in contents.items():
         with _writing(folder / name):
@@ -127,12 +135,12 @@ def write_files(folder: pathlib.Path, contents: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _writing(path: pathlib.Path) -> Iterator[None]:
-    """Makes an OSError a DataError that names the file."""
+    """Turns an OSError into a DataError that names the file."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}. Make room, or name another `out`."
+            f"{path} cannot be written: {error.strerror}. Make room, or name another folder."
         ) from error
 
 

@@ -1,19 +1,19 @@
 """Log-probabilities of continuations given contexts, from the real paged cache.
 
-The context is prefilled as a prompt, with whatever the policy evicts at its end; the continuation
-is teacher-forced, one decode step per token. So a policy does what it would do if the model had
-generated the continuation itself. A context that continuations share is prefilled once.
+The context is prefilled as a prompt, including evictions at its end; the continuation is
+teacher-forced, one decode step per token. So the policy behaves as if the model had generated the
+continuation. A context that continuations share is prefilled once.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dms_jax.errors import DataError
 from dms_jax.evaluation.serving import Serving
-from dms_jax.generation.engine import Source
-from dms_jax.generation.requests import SCORED, Request, scored_request
+from dms_jax.generation.engine import scored_source
+from dms_jax.generation.requests import Request, scored_request
 from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel, check_tokens
 from dms_jax.policies import Policy
@@ -40,9 +40,9 @@ def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[
     """Token ids of a context and of its continuation.
 
     Both are encoded together, because a tokenizer may merge across the boundary, and split after
-    as many tokens as the context has alone. Trailing spaces of the context are moved to the
-    continuation, where most tokenizers put them. An empty context becomes the token that begins a
-    sequence.
+    the number of tokens of the context alone. Trailing spaces of the context move to the
+    continuation, where most tokenizers put them. An empty context becomes the beginning-of-sequence
+    token.
 
     Raises:
       DataError: there is no tokenizer, or the continuation has no token.
@@ -97,18 +97,20 @@ def likelihoods(
     *,
     policy: Policy | str | None = None,
     serving: Serving | None = None,
+    on_done: Callable[[], None] | None = None,
 ) -> list[Likelihood]:
     """Computes the log-probabilities of continuations given their contexts.
 
     Args:
       model: from `load` or `retrofit`.
       pairs: token ids of a context and of a continuation, at least one each.
-      policy: the checkpoint's own if None. One with a compression_ratio takes its share of each
-        pair's own length.
+      policy: the cache policy; the checkpoint's if None. A compression_ratio is relative to the
+        length of each pair.
       serving: options of the cache; `Serving()` if None.
+      on_done: called whenever a pair is done.
 
     Raises:
-      DataError: a part is empty, outside the vocabulary, or both are beyond the positions.
+      DataError: a part is empty or outside the vocabulary, or both exceed the model's positions.
       CapacityError: the memory does not hold a single sequence.
 
     An exception that interrupts it, KeyboardInterrupt too, carries the finished part:
@@ -128,8 +130,8 @@ def likelihoods(
         requests.append(scored_request(model.config, index, *given, max_length=len(both)))
     if not requests:
         return []
-    # Those of one context follow each other, so that it is prefilled once. The longest come first,
-    # so that too little memory shows at once.
+    # Pairs with one context follow each other, so that it is prefilled once. The longest come
+    # first, so that a lack of memory shows at once.
     longest_of: dict[Tokens, int] = {}
     for each in requests:
         context = tuple(each.prompt)
@@ -145,7 +147,7 @@ def likelihoods(
         return {each.index: _likelihood_of(each) for each in requests if each.usage is not None}
 
     with keep_finished(finished):
-        engine.serve(Source(ordered, SCORED))
+        engine.serve(scored_source(ordered, on_done))
     return list(map(_likelihood_of, requests))
 
 

@@ -1,13 +1,13 @@
 r"""Judging answers to mathematical problems, with Math-Verify (the extra `eval`).
 
-An answer is looked for where the prompts request it (`\boxed{...}`, "the final answer is ..."), and
-otherwise among the expressions of the text. Two answers are the same if they are the same number,
-expression, set, interval or word, however they are written: 0.5 is \frac{1}{2}.
+An answer is read where the prompts request it (`\boxed{...}`, "the final answer is ..."), otherwise
+from the expressions of the text. Two answers are the same if they are the same number, expression,
+set, interval or word in any notation: 0.5 is \frac{1}{2}.
 
 Parsing and comparing run in worker processes (`mathematics_worker.py`), because sympy computes some
-expressions for hours: a worker has a timeout that works from any thread. What exceeds it counts as
-no answer, or as a wrong one, and is logged. There are as many workers as processors, and results
-are cached.
+expressions for hours, and a worker has a timeout that works from any thread. An answer that exceeds
+it counts as missing or wrong, and is logged. There is one worker per processor, and results are
+cached.
 """
 
 import functools
@@ -22,8 +22,8 @@ from dms_jax.evaluation.extras import import_extra
 from dms_jax.evaluation.sandbox import cores
 from dms_jax.helper_process import Helpers
 
-MAX_CHARACTERS = 20_000  # the end of a completion; an answer is short and comes last
-_SECONDS = 5  # limit for parsing and for comparing
+MAX_CHARACTERS = 20_000  # only the end of a completion is parsed: answers come last
+_SECONDS = 5  # timeout for parsing and for comparing
 _logger = logging.getLogger("dms_jax")
 _workers = Helpers(
     pathlib.Path(__file__).with_name("mathematics_worker.py"),
@@ -40,7 +40,7 @@ def require_math_verify(task: str) -> None:
 
 @functools.lru_cache(maxsize=1 << 16)  # all chains of an evaluation, for score and vote
 def find_answer(completion: str) -> str | None:
-    r"""The answer of a completion in a normal form, as LaTeX; None where there is none.
+    r"""The answer of a completion in a normal form, as LaTeX; None without one.
 
     # In: "... the final answer is: $\boxed{0.5}$."  Out: "\frac{1}{2}"
     # In: "... the final answer is $1,000.00"  Out: "1000"
@@ -65,10 +65,11 @@ def is_same(expected: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def vote_of(answer: str) -> str:
-    r"""What an answer votes for: a text that equal answers share, itself if it is a number.
+    r"""The key of an answer in a vote: a text that equal answers share (a number is its own key).
 
-    Expressions are computed and multiplied out, which makes equal most of those that are: equality
-    of texts is transitive, and n answers take n computations. One that takes too long stays alone.
+    Expressions are computed and expanded, so most equal ones get the same key. Unlike pairwise
+    comparison, equality of keys is transitive and takes n computations for n answers. An expression
+    that takes too long gets its own key.
 
     # In: "\frac{\pi}{2}" and "\pi/2"  Out: "Mul(Rational(1, 2), pi)"
 

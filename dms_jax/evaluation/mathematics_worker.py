@@ -1,13 +1,13 @@
-r"""The program that reads and compares mathematical answers; `mathematics.py` starts it.
+r"""The worker program that parses and compares mathematical answers; `mathematics.py` starts it.
 
-Math-Verify limits its time with a signal, which works only in the main thread of a process: here
-there is no other. This file imports nothing from the library, so that it starts quickly.
+Math-Verify limits its time with a signal, which works only in the main thread of a process; this
+process has no other thread. This file imports nothing from the library, so that it starts quickly.
 
     {"find": "... $\\boxed{0.5}$"}      ->  {"find": "\\frac{1}{2}"}  or  {"find": null}
     {"same": ["\\frac{1}{2}", "0.5"]}   ->  {"same": true}
     {"vote": "\\pi/2"}                  ->  {"vote": "Mul(Rational(1, 2), pi)"}
 
-What takes longer than the limit has "late" in its reply.
+After a timeout the reply has "late".
 """
 
 import fractions
@@ -23,10 +23,11 @@ from math_verify.errors import TimeoutException
 from math_verify.utils import timeout
 from sympy.logic.boolalg import BooleanAtom
 
-_LARGEST = 10**100  # longer numbers stay as they are written
-_LONGEST = 100  # characters of a decimal before its point
+_LARGEST = 10**100  # larger numbers keep their notation
+_LONGEST = 100  # the most characters before the point of a decimal
 _DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d*))\.(\d*)")
-_ROUNDED = 6  # decimals that Math-Verify compares; a number with so many may stand for a fraction
+# decimals that Math-Verify compares; with this many a number may be a rounded fraction
+_ROUNDED = 6
 
 
 def find(completion: str, seconds: int) -> str | None:
@@ -40,7 +41,7 @@ def find(completion: str, seconds: int) -> str | None:
 
 
 def same(expected: str, answer: str, seconds: int) -> bool:
-    """Whether an answer is the expected one, however both are written."""
+    """Whether an answer is the expected one, in any notation."""
     gold, given = (_parse(_boxed(each), seconds) for each in (expected, answer))
     if not gold or not given:
         return expected.strip() == answer.strip()
@@ -50,19 +51,19 @@ def same(expected: str, answer: str, seconds: int) -> bool:
 def vote(answer: str, seconds: int) -> str:
     """Returns a text that equal answers have in common; the answer itself if it is a word."""
     value: Any = next(iter(_parse(_boxed(answer), seconds)), answer)
-    # A number is one vote as it was found, rounded or exact; letters are a word, not a product.
+    # A number votes as written, rounded or exact; letters are a word, not a product.
     number = isinstance(value, sympy.Number) or "%" in answer
     if number or isinstance(value, str) or answer.isalpha():
         return answer
     value = timeout(seconds)(_computed)(value)
-    if isinstance(value, BooleanAtom):  # "x \in (0, 1)" is read as an equation, which does not hold
+    if isinstance(value, BooleanAtom):  # "x \in (0, 1)" parses as a false equation
         return answer
     exact = _exact(value, answer)
     return (None if exact is None else _written(exact)) or sympy.srepr(value)
 
 
 def _computed(value: Any) -> Any:
-    """An expression with its decimals as fractions, computed and multiplied out."""
+    """An expression with decimals as fractions, computed and expanded."""
     if isinstance(value, sympy.MatrixBase):
         value = sympy.ImmutableMatrix(value)
     decimals = {each: sympy.Rational(str(each)) for each in value.atoms(sympy.Float)}
@@ -71,7 +72,7 @@ def _computed(value: Any) -> Any:
 
 
 def _exact(value: Any, text: str) -> fractions.Fraction | None:
-    """The number that was written; None where it is no number, or perhaps a rounded one."""
+    """The exact number as written; None for other expressions and possibly rounded numbers."""
     if "%" in text:
         return None
     if getattr(value, "is_Rational", False):
@@ -101,18 +102,18 @@ def _boxed(answer: str) -> str:
 def _parse(text: str, seconds: int) -> list[Any]:
     try:
         return math_verify.parse(text, parsing_timeout=seconds)
-    except (Exception, TimeoutException):  # whatever stands there, it is no answer
+    except (Exception, TimeoutException):  # unparsable text is no answer
         return []
 
 
 def reply(line: bytes, seconds: int) -> dict[str, Any]:
-    """Answers a question, whatever sympy does with what models write."""
+    """Answers a question; never raises, whatever sympy does with model output."""
     ((what, given),) = json.loads(line).items()
     ask, nothing = {"find": (find, None), "same": (same, False), "vote": (vote, given)}[what]
     start = time.monotonic()
     try:
         result = ask(*given, seconds) if what == "same" else ask(given, seconds)
-    except (Exception, TimeoutException):  # sympy fails on some of what models write
+    except (Exception, TimeoutException):  # sympy fails on some model output
         result = nothing
     late = result == nothing and time.monotonic() - start >= seconds
     return {what: result} | ({"late": True} if late else {})

@@ -1,9 +1,9 @@
 """`evaluate_choices`: questions answered by the likelihood of their options, from the real cache.
 
 Two scores, as in lm-evaluation-harness: **acc**, how often the right option is the most likely, and
-**acc_norm**, how often it is the one with the largest log-probability per character. It stands
-beside the harness's own tasks (`harness`) because it reads the publishers' files without the extra
-`eval` or the hub, and counts the tokens in the cache of each question.
+**acc_norm**, how often it has the largest log-probability per character. Unlike the harness's own
+tasks (`harness`), it reads the publishers' files without the extra `eval` or the hub, and counts
+the cache tokens of each question.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from dms_jax.checks import Count, check
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.likelihood import encode_pair, likelihoods
+from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import Measured, mean_over_problems
 from dms_jax.evaluation.tasks.choices import ChoiceTask
@@ -66,7 +67,7 @@ class ChoiceResult:
         return mean_over_problems((self.chosen_norm == self.gold).astype(np.float64)[:, None])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the figures as JSON data, with what was chosen for each question."""
+        """Returns the figures as JSON data, with the chosen option of each question."""
         return {
             **self.settings,
             "questions": len(self.gold),
@@ -89,15 +90,17 @@ def evaluate_choices(
     policy: Policy | str | None = None,
     problems: int | None = None,
     serving: Serving | None = None,
+    progress: bool = False,
 ) -> ChoiceResult:
     """Answers questions by the likelihood of their options after the question.
 
     Args:
       model: a model with a tokenizer.
       task: one of `dms_jax.evaluation.tasks` that is answered by likelihood.
-      policy: the cache policy; the checkpoint's own if None.
+      policy: the cache policy; the checkpoint's if None.
       problems: number of questions; all of the file if None.
       serving: options of the cache; `Serving()` if None.
+      progress: whether to show a progress bar on standard error.
 
     Raises:
       ConfigError: an argument or the policy does not fit.
@@ -123,7 +126,9 @@ def evaluate_choices(
         for question in questions
         for context, continuation in zip(question.contexts, question.continuations, strict=True)
     ]
-    found = iter(likelihoods(model, pairs, policy=policy, serving=serving))
+    with progress_bar(len(pairs), title="Options", shown=progress) as tick:
+        done = likelihoods(model, pairs, policy=policy, serving=serving, on_done=tick)
+    found = iter(done)
     answers = [[next(found) for _ in question.continuations] for question in questions]
     return ChoiceResult(
         settings={"task": task.to_dict(), "policy": policy.to_dict()},

@@ -1,13 +1,13 @@
-"""Systems compared at equal budget: Pareto frontiers, and interpolation between measured points.
+"""Compare systems at equal budget: Pareto frontiers, and interpolation between measured points.
 
-The DMS paper (appendix F, tables 10 and 11) takes the frontier of each system, interpolates it
-linearly, and averages the gap over the budgets that both cover:
+The DMS paper (appendix F, tables 10 and 11) interpolates the frontier of each system linearly and
+averages the gap over the budgets that both cover:
 
     gain = 1/|I| * integral over I of (A(x) - B(x)) dx      I: the largest common interval
 
-`gain_at` compares one measured point with another system at the same measured budget: the other's
-two neighbouring points are interpolated in the logarithm of the budget, problem by problem. There
-is no extrapolation.
+`gain_at` compares one measured point with another system at the same budget, by interpolating the
+other's two neighbouring points in the logarithm of the budget, problem by problem. It never
+extrapolates.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def frontier(points: Points) -> list[tuple[Number, Number]]:
 def average_gain(left: Points, right: Points) -> float | None:
     """Mean gap between two frontiers over the budgets that both cover; None if there are none.
 
-    A system's frontier stays at its best accuracy up to its largest measured budget.
+    A frontier stays at its best accuracy up to the system's largest measured budget.
     """
     curves = []
     for points in (left, right):
@@ -64,10 +64,10 @@ def average_gain(left: Points, right: Points) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A system at one setting, as several seeds measured it on the same problems.
+    """Measurements of a system at one setting, with several seeds on the same problems.
 
     Attributes:
-      budget: measured tokens a problem (peak or reads), the mean over seeds and problems.
+      budget: measured tokens per problem (peak or reads), averaged over seeds and problems.
       scores: mean score of each problem over its chains.
     """
 
@@ -82,12 +82,12 @@ class Level:
 def at_budget(
     levels: Sequence[Level], budget: Number
 ) -> Float[np.ndarray, "seeds problems"] | None:
-    """The scores a system would have at a budget, linear in its logarithm between measured ones.
+    """A system's scores at a budget, interpolated linearly in the logarithm of the budget.
 
-    None where the budget lies outside what was measured.
+    None outside the measured budgets.
 
     Raises:
-      DataError: the neighbouring levels have other seeds or problems.
+      DataError: the neighbouring levels have different seeds or problems.
     """
     ordered = sorted(levels, key=lambda level: level.budget)
     for level in ordered:

@@ -1,8 +1,8 @@
 """`perplexity`: the loss of a model on a text, teacher-forced through the real paged cache.
 
-The text is cut into its documents (at `<|endoftext|>`, where there is any), and those into windows.
-Each token is predicted once: the first one of a document after the token that begins a sequence,
-the first one of any other window after the last one before it.
+The text is split into documents (at `<|endoftext|>`), and documents into windows. Each token is
+predicted once. The first token of a document follows the beginning-of-sequence token; the first
+token of any other window follows the last token of the window before.
 
     [begin] t0 t1 t2 | t3 t4 t5 | t6      windows of 3: begin t0 t1 t2, t2 t3 t4 t5, t5 t6
 """
@@ -10,7 +10,7 @@ the first one of any other window after the last one before it.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,14 @@ from dms_jax.checks import Count, check
 from dms_jax.data import TextFiles
 from dms_jax.errors import DataError
 from dms_jax.evaluation.likelihood import first_token
+from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import Measured, standard_error
 from dms_jax.generation import Score, score
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy
 
-_LONGEST_WINDOW = 4096  # by default: one window of 131,072 tokens would take days
+_LONGEST_WINDOW = 4096  # the default; one window of 131,072 tokens would take days
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +106,21 @@ def perplexity(
     window: int | None = None,
     max_tokens: int | None = None,
     serving: Serving | None = None,
+    progress: bool = False,
 ) -> Perplexity:
-    """Predicts a text file token by token through the cache, as decoding would.
+    """Predicts a text file token by token through the cache, as in decoding.
 
     Args:
       model: a model with a tokenizer.
-      path: a text in UTF-8, whose documents may be separated by `<|endoftext|>`.
-      policy: the checkpoint's own if None.
-      window: tokens predicted together; what the model's positions hold, at most 4096, if None.
-      max_tokens: predict only so many tokens; all of them if None.
+      path: a text in UTF-8; `<|endoftext|>` separates documents.
+      policy: the cache policy; the checkpoint's if None.
+      window: tokens predicted together; None for all positions of the model, at most 4096.
+      max_tokens: the most tokens to predict; all if None.
       serving: options of the cache; 64 windows at a time if None.
+      progress: whether to show a progress bar on standard error.
 
     Raises:
-      DataError: the file cannot be read or is empty, or a window is beyond the model's positions.
+      DataError: the file cannot be read or is empty, or a window exceeds the model's positions.
       CapacityError: the memory does not hold the windows that run together.
     """
     check_model(model)
@@ -146,7 +149,8 @@ def perplexity(
         if room == 0:
             break
     count = sum(len(each) - 1 for each in windows)
-    scores = score_tokens(model, windows, policy, serving)
+    with progress_bar(len(windows), title="Windows", shown=progress) as tick:
+        scores = score_tokens(model, windows, policy, serving, tick)
     nats = [-float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
     return Perplexity(
         settings={"path": str(path), "policy": policy.to_dict(), "window": window},
@@ -164,7 +168,11 @@ def perplexity(
 
 
 def score_tokens(
-    model: LanguageModel, windows: list[list[int]], policy: Policy, serving: Serving
+    model: LanguageModel,
+    windows: list[list[int]],
+    policy: Policy,
+    serving: Serving,
+    on_done: Callable[[], None] | None = None,
 ) -> list[Score]:
     """Scores sequences through the cache; see `dms_jax.score`."""
     return score(
@@ -176,6 +184,7 @@ def score_tokens(
         num_lanes=serving.lanes,
         memory=serving.memory,
         kv_dtype=serving.kv_dtype,
+        on_done=on_done,
     )
 
 

@@ -1,22 +1,28 @@
-"""A progress bar, with the running score where there is one."""
+"""A progress bar, with a running score if there is one; without a terminal, lines."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dms_jax.terminal import console_for_progress
+from dms_jax.terminal import Lines, console_for_progress, has_bar
 
 Tick = Callable[..., None]
+# Of this process: short runs that follow each other write a line now and then, not one each.
+_lines = Lines()
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
-    """Shows how many of a number of things are done on standard error, and their mean score.
+    """Shows the number of finished items on standard error, and their mean score.
+
+    Where that is no terminal, a line says it from time to time.
 
     Yields:
-      A function to call for each with its score, or with nothing where none is known.
+      A function to call for each item with its score, if known.
     """
+    console = console_for_progress(stderr=True)
+    drawn = has_bar(console)
     columns = (
         TextColumn("{task.description}", style="progress.description", markup=False),
         BarColumn(),
@@ -25,14 +31,22 @@ def progress_bar(total: int, *, title: str, shown: bool) -> Iterator[Tick]:
         TimeRemainingColumn(),
     )
     scores: list[float] = []
-    with Progress(*columns, console=console_for_progress(stderr=True), disable=not shown) as bar:
+    done = 0
+    with Progress(*columns, console=console, disable=not shown or not drawn) as bar:
         line = bar.add_task(title, total=total, score="")
 
-        def tick(score: float | None = None) -> None:
-            if score is None:
-                bar.update(line, advance=1)
-                return
-            scores.append(score)
-            bar.update(line, advance=1, score=f"score {100 * sum(scores) / len(scores):.1f}%")
+        def show() -> None:
+            score = f"score {100 * sum(scores) / len(scores):.1f}%" if scores else ""
+            bar.update(line, completed=done, score=score)
+            if shown and not drawn:
+                _lines.write(f"{title}: {done} of {total}{score and ', '}{score}")
 
+        def tick(score: float | None = None) -> None:
+            nonlocal done
+            done += 1
+            if score is not None:
+                scores.append(score)
+            show()
+
+        show()
         yield tick

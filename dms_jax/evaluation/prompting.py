@@ -1,8 +1,8 @@
 """Encodes problems as prompts: as plain text, or through the model's chat template.
 
 In a chat every worked example is a user turn and an assistant turn, after the system prompt, and
-the problem is the last user turn; where a problem gives the beginning of its answer, it begins the
-last assistant turn. In plain text the examples precede the problem, separated by empty lines.
+the problem is the last user turn. If a problem provides the beginning of its answer, that starts
+the last assistant turn. In plain text the examples precede the problem, separated by empty lines.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Chat(Options):
     """Options of a chat prompt.
 
     Attributes:
-      system: the system prompt; None for the default of the template, if it has one.
-      variables: further variables of the template: {"enable_thinking": False} for Qwen3,
+      system: the system prompt; None for the template's default.
+      variables: other variables of the template: {"enable_thinking": False} for Qwen3,
         {"date_string": "23 July 2024"} for Llama 3 as in the DMS paper.
     """
 
@@ -51,7 +51,7 @@ def encode_problem(
       name: name of the task, for messages.
 
     Raises:
-      DataError: the model has no chat template, or the tokens do not fit it.
+      DataError: the model has no chat template, or its positions do not hold the tokens.
     """
     text = prompt_text(model.tokenizer, problem, chat, name=name)
     if chat is None:
@@ -74,7 +74,8 @@ def prompt_text(
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
             f"{name}: chat prompts were requested, and the model's tokenizer has no chat template. "
-            "Leave chat out for plain text prompts, or set model.tokenizer.chat_template."
+            "Leave `chat` out to ask in plain text, or add a chat_template to "
+            "tokenizer_config.json."
         )
     messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]
     for question, answer in problem.examples:
@@ -86,7 +87,7 @@ def prompt_text(
 
 
 def answer_limit(problem: Problem, most: int) -> int:
-    """The longest answer that a problem allows, in tokens, and at most `most`."""
+    """The most tokens of an answer that a problem allows, at most `most`."""
     return most if problem.answer_tokens is None else min(problem.answer_tokens, most)
 
 
@@ -99,10 +100,10 @@ def limit_answer(request: Request, problem: Problem) -> None:
 
 
 def fit_task(model: LanguageModel, task: Task, chat: Chat | None = None) -> Task:
-    """The task with problems of its length in tokens of the model, if it has one.
+    """The task, with lengths measured in tokens of the model if it has a length.
 
     Raises:
-      DataError: the model came without a tokenizer.
+      DataError: the model has no tokenizer.
     """
     if not isinstance(task, RULER):
         return task

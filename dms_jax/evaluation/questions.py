@@ -1,7 +1,7 @@
 """Turn the problems of an evaluation into requests, and judge the answers.
 
-Problem i of n tasks is number i // n of task i % n. Every chain of every problem derives its own
-sampling seed from one seed, so that more chains or problems do not change the first ones.
+Problem i of n tasks is number i // n of task i % n. Every chain of every problem derives its
+sampling seed from one seed, so adding chains or problems does not change the first ones.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from dms_jax.generation.answers import Answer, AnswerForm, answer_form, with_sho
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.language_model import LanguageModel
 
-DRAWN_PROBLEMS = 200  # by default, of tasks that draw them
+DRAWN_PROBLEMS = 200  # default of tasks that draw problems
 PerChain = Float[np.ndarray, "problems chains"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """The problems that a call asks.
+    """The problems of a call.
 
     Attributes:
       what: name of the call, for messages.
@@ -74,7 +74,7 @@ class Questions:
 
         Raises:
           ConfigError: an argument does not fit.
-          DataError: there are fewer problems, or no tokenizer to count tokens with.
+          DataError: there are too few problems, or no tokenizer to count tokens.
         """
         tasks = tuple(task) if isinstance(task, Iterable) else (task,)
         if chosen := [each.name for each in tasks if isinstance(each, ChoiceTask)]:
@@ -112,7 +112,7 @@ class Questions:
           model: a model with a tokenizer.
           sampling: how the answers are sampled; its seed is ignored.
           chains: chains of each problem.
-          seed: what the seeds of the chains are derived from.
+          seed: base seed of the chains' seeds.
 
         Raises:
           DataError: there is no tokenizer, or a prompt leaves no room for an answer.
@@ -132,11 +132,11 @@ class Questions:
         return requests
 
     def shown(self, model: LanguageModel) -> LanguageModel:
-        """The model with a tokenizer whose texts tell thoughts from answers, where it chats."""
+        """The model; in a chat, with a tokenizer that keeps the markers of thoughts in texts."""
         return model if self.chat is None else with_shown_markers(model)
 
     def to_dict(self) -> dict[str, Any]:
-        """What determines the prompts, as JSON data."""
+        """The settings that determine the prompts, as JSON data."""
         return {
             "task": [each.to_dict() for each in self.tasks],
             "split": self.split,
@@ -146,19 +146,19 @@ class Questions:
 
 
 class Judge:
-    """Scores completions and remembers the scores, because judging can be slow.
+    """Scores completions and caches the scores, because judging can be slow.
 
-    In a chat it leaves out what the model thinks before its answer.
+    In a chat it ignores thoughts before the answer.
 
     Args:
       questions: the problems.
-      tokenizer: the tokenizer of the model, whose chat template says how thoughts are marked.
+      tokenizer: the tokenizer of the model, whose chat template shows how thoughts are marked.
     """
 
     def __init__(self, questions: Questions, tokenizer: Tokenizer | None):
         self._questions, self._tokenizer = questions, tokenizer
         self._scores: dict[tuple[int, str], float] = {}
-        self._answers: dict[tuple[int, str], str] = {}  # by problem and vote, the first
+        self._answers: dict[tuple[int, str], str] = {}  # (problem, vote) -> first answer
         self._forms: dict[int, AnswerForm] = {}
 
     def __call__(self, problem: int, text: str) -> float:
@@ -169,7 +169,7 @@ class Judge:
         return self._scores[problem, text]
 
     def together(self, completions: Iterable[tuple[int, str]]) -> None:
-        """Scores (problem, completion) pairs, in parallel where their task can."""
+        """Scores (problem, completion) pairs, in parallel if their task supports it."""
         waiting: dict[int, list[tuple[int, str]]] = {}
         for problem, text in dict.fromkeys(completions):
             if (problem, text) not in self._scores:
@@ -181,7 +181,7 @@ class Judge:
             self._scores |= zip(pairs, scores, strict=True)
 
     def said(self, problem: int, text: str) -> str:
-        """A completion without what the model thinks before its answer."""
+        """A completion without thoughts before the answer."""
         chat = self._questions.chat
         if chat is None or self._tokenizer is None:
             return text
@@ -196,13 +196,13 @@ class Judge:
         return self._questions.tasks[self._questions.task_of[problem]]
 
     def answer(self, problem: int, text: str) -> str | None:
-        """The answer of a completion; of several that are one vote, the first one asked for."""
+        """The answer of a completion; equal votes share the first answer seen."""
         task = self.task(problem)
         own = task.answer(self.said(problem, text))
         return None if own is None else self._answers.setdefault((problem, task.vote(own)), own)
 
     def answer_score(self, problem: int, answer: str | None) -> float:
-        """The score of an answer alone; 0 where there is none."""
+        """The score of the answer alone; 0 without one."""
         if answer is None:
             return 0.0
         return self.task(problem).score_answer(self._questions.problems[problem], answer)
@@ -210,7 +210,7 @@ class Judge:
     def chains(
         self, texts: Sequence[Sequence[str]]
     ) -> tuple[list[list[str | None]], PerChain, PerChain]:
-        """The answer, the score and the score of the answer alone, of each chain of each problem.
+        """The answer, score, and score of the answer alone, for each chain of each problem.
 
         Args:
           texts: the completions of each problem.
@@ -228,7 +228,7 @@ def _problems(
     """The task of each problem, and the problems.
 
     Raises:
-      DataError: there are fewer.
+      DataError: there are too few problems.
     """
     most = [len(task.records) if isinstance(task, FileTask) else None for task in tasks]
     if count is None and None in most:
@@ -247,7 +247,7 @@ def _problems(
     return (
         tuple(number for number, _ in places),
         tuple(
-            task.problem(split, index)  # a file may change between calls, or the text be long
+            task.problem(split, index)  # not cached: a file may change, or its text be long
             if isinstance(task := tasks[number], FileTask | RULER)
             else _drawn(task, split, index)
             for number, index in places
@@ -261,7 +261,7 @@ def _drawn(task: Task, split: Split, index: int) -> Problem:
 
 
 def _seeds(seed: int, problems: int, chains: int) -> list[int]:
-    """One seed for each chain of each problem; more chains do not change the seeds of the first."""
+    """One seed per chain of each problem; adding chains does not change existing seeds."""
     drawn = [
         np.random.SeedSequence([seed, problem]).generate_state(chains)
         for problem in range(problems)

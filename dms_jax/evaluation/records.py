@@ -3,7 +3,7 @@
     for record in read_records("gsm8k/test.jsonl"):
         record.text("question")    # DataError: gsm8k/test.jsonl, line 7: there is no "question"
 
-Texts may be packed with gzip (`.jsonl.gz`). A folder is read as all its files of these kinds, in
+Texts may be compressed with gzip (`.jsonl.gz`). For a folder, all files of these kinds are read in
 the order of their names.
 """
 
@@ -24,7 +24,7 @@ class Record:
     """One record of a file.
 
     Attributes:
-      fields: name to value.
+      fields: name -> value.
       where: file and line, for messages.
       file: the name of the file without its suffix.
     """
@@ -41,7 +41,7 @@ class Record:
         """The value of the first of these fields that is present.
 
         Raises:
-          DataError: none is present.
+          DataError: none of the fields is present.
         """
         for name in names:
             if self.fields.get(name) is not None:
@@ -51,10 +51,10 @@ class Record:
         raise self.error(f"there is no {wanted}; fields: {found}.")
 
     def text(self, *names: str) -> str:
-        """The first of these fields that is present, as text; it must be a text or a number.
+        """The first present field as text; its value must be a text or a number.
 
         Raises:
-          DataError: none is present, or the value is blank or of another type.
+          DataError: none of the fields is present, or the value is blank or of another type.
         """
         value = self.value(*names)
         if is_whole(value) or isinstance(value, float):
@@ -64,10 +64,10 @@ class Record:
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A field that must be a list of two texts or more.
+        """A field with a list of two or more texts.
 
         Raises:
-          DataError: it is something else.
+          DataError: it is anything else.
         """
         value = self.value(name)
         if (
@@ -80,15 +80,15 @@ class Record:
         return tuple(value)
 
     def index(self, *names: str, below: int, first: int = 0) -> int:
-        """A field that says which of several options is right, counted from 0.
+        """A field with the index of the right option, counted from 0.
 
         Args:
-          names: names of the field; the first one that is present counts.
-          below: how many options there are.
-          first: the number that the file uses for the first option.
+          names: possible names of the field; the first present one counts.
+          below: number of options.
+          first: the file's number of the first option.
 
         Raises:
-          DataError: it is no such number.
+          DataError: the value is no valid index.
         """
         value = self.value(*names)
         if isinstance(value, str) and value.strip().isdecimal():
@@ -108,11 +108,10 @@ def read_records(
 
     Args:
       path: `.jsonl`, `.json` (a list, or JSON lines), `.csv`, `.parquet` or `.arrow`.
-      columns: names of the fields of CSV files that have no header; None where the first line of
-        a CSV file names them.
+      columns: names of the fields of CSV files without a header; None if CSV files have one.
 
     Raises:
-      DataError: a file is missing, empty, of another kind, or a line is not what it should be.
+      DataError: a file is missing, empty or of another kind, or a line is malformed.
       ConfigError: the file is a table and pyarrow is not installed.
     """
     path = pathlib.Path(path)
@@ -175,7 +174,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _read_csv(path: pathlib.Path, text: str, columns: Sequence[str] | None) -> _Placed:
-    """Yields the rows, each with the line that it ends on: it may take several."""
+    """Yields the rows, each with the number of its last line; a row may span several."""
     rows = csv.DictReader(io.StringIO(text, newline=""), columns, strict=True)
     try:
         for fields in rows:

@@ -1,9 +1,10 @@
 """The result of an evaluation: scores, votes, and the use of the cache.
 
 The two budgets are those of the DMS paper: **KV reads**, the entries attended to, summed over the
-decode steps, and **peak tokens**, the most live entries after any token; both averaged over layers
-and KV heads and summed over the W chains of a problem, which run side by side. A prompt that is
-read in one pass holds more than that for a moment: **held** is the most entries held at once.
+decode steps, and **peak tokens**, the most live entries after any token. Both are averaged over
+layers and KV heads and summed over the W chains of a problem, which run in parallel. A prompt
+prefilled in one pass briefly holds more entries than the peak: **held** is the most entries held at
+once.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ class Result:
       tasks: names of the tasks; problem i belongs to task `task_of[i]`.
       scores: score of each chain, 0 to 1.
       answers: the answer of each chain; None if it gave none.
-      answer_scores: score of that answer alone. A completion may name the right one beside another
-        (RULER's score finds it anywhere), but a vote is for a single one.
+      answer_scores: score of that answer alone. A completion may name several answers (RULER's
+        score finds the right one anywhere), but votes for only one.
       prompt_tokens: tokens of each prompt.
       new_tokens: generated tokens, end tokens included.
       reads, peak, held, live: tokens of each chain, averaged over layers and KV heads: read by all
-        its decode steps, peak of live tokens, peak held at once (`Usage.peak_held_tokens`), live at
-        its end.
+        its decode steps; the peak of live tokens; the most held at once (`Usage.peak_held_tokens`);
+        live at its end.
       cache_bytes: peak bytes of each chain's pages and policy state.
       ended: whether a chain ended with an end token, not at its maximum length.
       completions: the generated texts.
@@ -89,8 +90,8 @@ class Result:
 
     @property
     def compression_ratio(self) -> float:
-        """Tokens seen over live tokens, both at the chains' ends and summed over them."""
-        seen = self.prompt_tokens[:, None] + self.new_tokens - 1  # the newest is not cached
+        """Tokens seen / live tokens at the ends of chains, each summed over the chains."""
+        seen = self.prompt_tokens[:, None] + self.new_tokens - 1  # the newest token is not cached
         return float(seen.sum() / self.live.sum())
 
     def of_task(self, name: str) -> "Result":
@@ -112,7 +113,7 @@ class Result:
 
         Args:
           problems: include the mean score, reads and peak of each problem, for paired comparisons.
-          samples: number of completions to include: the first chain of the first problems.
+          samples: number of problems, from the first, whose first completion is included.
         """
         chains = self.scores.shape[1]
         data: dict[str, Any] = {

@@ -55,7 +55,7 @@ class Sample:
         )
 
     def score(self, method: Method, chains: int, groups: int = 1) -> Float[np.ndarray, " problems"]:
-        """Score of each problem by `chains` chains, the mean over the first `groups` such groups.
+        """Score of each problem with `chains` chains, averaged over the first `groups` groups.
 
         pass@W is estimated from all chains.
         """

@@ -11,8 +11,9 @@ from dms_jax.generation.prefill import SATURATING
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-# Where a policy runs prompts token by token, many sequences take as long as one. So as many run
-# together as fit this many bytes of activations, or what the pool leaves free on a small device.
+# If a policy runs prompts token by token, many sequences take as long as one. So as many run
+# together as fit into this many bytes of activations, or into what the pool leaves free on a small
+# device.
 _ACTIVATION_BYTES = 8e9
 
 
@@ -21,9 +22,10 @@ class Serving(Options):
     """Options of the cache and the engine.
 
     Attributes:
-      lanes: sequences in the cache at a time. More than a thousand keep a large GPU busy.
-      memory: bytes for the cache; None for what the lanes can need, within the free memory.
-      chunk: decode steps of a compiled program, after which finished requests make room.
+      lanes: sequences in the cache at a time. It takes more than a thousand to keep a large GPU
+        busy.
+      memory: bytes for the cache; None for as much as the lanes may need, within the free memory.
+      chunk: decode steps of a compiled program; finished requests leave their lanes after it.
       page_size: slots per page; 16 for Quest as published.
       prefill_chunk: prompt tokens of a sequence per compiled program.
       kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits, "int4" for 4; None for the
@@ -39,17 +41,17 @@ class Serving(Options):
 
     @classmethod
     def given(cls, what: str, serving: "Serving | None", **default: Any) -> "Serving":
-        """The options that a call was given, or the default ones.
+        """The options given to a call, or the default ones.
 
         Raises:
-          ConfigError: it was given something else.
+          ConfigError: the argument is no `Serving`.
         """
         return cls(**default) if serving is None else check(f"{what}: serving", serving, cls)
 
     def engine(
         self, model: LanguageModel, policy: Policy, *, sequences: int, max_tokens: int
     ) -> Engine:
-        """An engine for so many sequences of at most `max_tokens`, with one compiled width."""
+        """An engine for sequences of at most `max_tokens`, with one compiled width."""
         return Engine(
             model,
             policy,

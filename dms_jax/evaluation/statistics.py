@@ -8,8 +8,8 @@ problems has the standard error of the problems' means,
 For a single problem it is unknown: NaN, which exceeds no threshold, and None in JSON.
 
 Several seeds answer the same problems. The error of their mean comes from the choice of problems
-and from the seeds. The sum of both variances is reported; it is slightly too large, since the first
-contains a part of the second:
+and from the seeds. The sum of both variances is reported; it is slightly too large, as the first
+contains part of the second:
 
     SE^2 = SE_problems(mean over seeds)^2 + s_seeds^2 / seeds
 

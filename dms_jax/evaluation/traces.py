@@ -1,10 +1,10 @@
 """Cut an answer to a shorter length: its first tokens, with their reads and their peak.
 
-A token depends on the tokens before it, on the draw of its position and on what the policy kept. So
-an answer of at most l tokens is the first l tokens of a longer one and used what those steps used,
-unless the policy's budget is a share of prompt and longest answer: then each length has another
-budget, and the answers are no prefixes of each other (`depends_on_length`). As between any two
-runs, rounding may depend on the batch (`generation.sampling`).
+A token depends on the tokens before it, on the draw at its position and on what the policy kept. So
+an answer of at most l tokens is the first l tokens of a longer one, with the cache use of those
+steps. The exception is a policy whose budget is a share of prompt and longest answer: each length
+has another budget, and the answers are no prefixes of each other (`depends_on_length`). As between
+any two runs, rounding may depend on the batch (`generation.sampling`).
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ class Trace:
     Attributes:
       rows: L * K; the other figures are totals over these rows.
       prompt_peak: the most live entries after any token of the prompt.
-      live, reads: live entries after each decode step, and the entries that it read. There is a
-        step for every generated token but the last.
+      live, reads: live entries after each decode step, and entries that it read. Every generated
+        token but the last has a step.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Answer:
 
     Attributes:
       completion: its text, tokens and usage.
-      trace: its usage step by step; None if that was not recorded.
+      trace: its usage step by step; None if not recorded.
     """
 
     completion: Completion
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """An answer that was cut to a length.
+    """An answer cut to a length.
 
     Attributes:
       text: its text.
@@ -80,7 +80,7 @@ def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
     assert trace is not None
     text = tokenizer.decode(done.tokens[:length], skip_special_tokens=True)
     if text and done.text.startswith(" ") and not text.startswith(" "):
-        text = f" {text}"  # which the first token of a list may lose
+        text = f" {text}"  # decoding a list may drop the space of its first token
     return Chain(
         text=text,
         new_tokens=length,

@@ -1,7 +1,7 @@
 """The adapters of an engine, and the policy under which it runs them.
 
 An engine has one cache, and so one policy. Adapters that were trained for another policy are
-refused: they would need a pool, and so an engine or server, of their own. Ranks may differ
+refused: they would need a separate pool, and so a separate engine or server. Ranks may differ
 (`dms_jax.model.adapters`).
 """
 
@@ -17,7 +17,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy, as_policy
 from dms_jax.policies.vanilla import Vanilla
 
-# A directory of an adapter, a model that has it, or what was read of either.
+# An adapter: its directory, a model that has it, or the weights read from either.
 GivenAdapter = str | pathlib.Path | LanguageModel | AdapterWeights
 
 
@@ -28,13 +28,13 @@ def choose(
 
     Args:
       model: the model.
-      policy: the policy to run; None for the one that the adapters, and the model if it declares
-        one, were trained for.
+      policy: the policy to run; None for the one that the adapters (and the model, if it declares
+        one) were trained for.
       given: the adapters by name.
 
     Raises:
       ConfigError: the policy does not fit the model or an adapter, or a name is malformed.
-      CheckpointError: an adapter cannot be read, or is of another base.
+      CheckpointError: an adapter cannot be read, or belongs to another base.
     """
     if not given:
         return model.resolve_policy(policy), None
@@ -49,7 +49,7 @@ def choose(
             require(
                 other == policy,
                 f"An engine has one policy: {first} was trained for {policy}, and {name} for "
-                f"{other}. Run them apart, or give the policy under which all are to run.",
+                f"{other}. Run them apart, or give one policy for all.",
             )
     policy = as_policy(policy)
     for name, adapter in adapters.items():
@@ -92,11 +92,11 @@ def read(model: LanguageModel, given: Mapping[str, GivenAdapter]) -> dict[str, A
 def replaced(
     model: LanguageModel, slots: Slots | None, policy: Policy, given: Mapping[str, GivenAdapter]
 ) -> Slots | None:
-    """Returns the adapters of an engine with others in the place of some, and the model's own.
+    """Returns an engine's adapters after replacing some, and the model's own adapter.
 
     Raises:
-      ConfigError: there is none of a name, or one does not fit in its place.
-      CheckpointError: one cannot be read, or is of another base.
+      ConfigError: a name is unknown, or a new adapter does not fit in the old one's place.
+      CheckpointError: an adapter cannot be read, or belongs to another base.
     """
     for name in given if isinstance(given, Mapping) else ():
         check_name(slots, name)
@@ -116,7 +116,7 @@ def replaced(
 
 
 def check_name(slots: Slots | None, name: str | None) -> None:
-    """Raises ConfigError if an engine with these adapters has none of a name."""
+    """Raises ConfigError unless `name` is one of these adapters."""
     if slots is None:
         require(name is None, f"There is no adapter {show(name)}: this engine has none.")
         return
@@ -133,7 +133,7 @@ def check_name(slots: Slots | None, name: str | None) -> None:
 
 
 def _read_by(policy: Policy, adapter: AdapterWeights) -> AdapterWeights:
-    """Returns what a policy reads of an adapter."""
+    """Returns the weights of an adapter that a policy reads."""
     return adapter.without_head() if policy.retrofit.adapter is None else adapter
 
 
@@ -145,7 +145,7 @@ def _check(model: LanguageModel, name: str, adapter: AdapterWeights, policy: Pol
 
 
 def _runs_alone(model: LanguageModel, own: AdapterWeights, policy: Policy) -> bool:
-    """Whether the model can run without any of the adapters: with a head of zeros, if need be."""
+    """Whether the model can run without an adapter, if need be with a head of zeros."""
     try:
         model.resolve_policy(policy)
     except ConfigError:

@@ -17,7 +17,7 @@ from dms_jax.generation.call_readers import (
 )
 from dms_jax.model.language_model import LanguageModel
 
-# Around thoughts before an answer, as templates write them.
+# The markers that templates write around thoughts before an answer.
 THINKING_MARKERS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 
 
@@ -26,12 +26,13 @@ class AnswerForm:
     """How the text of an answer is parsed.
 
     Attributes:
-      thinks: whether it begins with thoughts: "yes" if the prompt ends within them, "perhaps" if
-        the model may start them, "no"; "channels" if the call format marks them (harmony).
+      thinks: whether the answer begins with thoughts: "yes" (the prompt ends within them),
+        "perhaps" (the model may start them), "no", or "channels" (the call format marks them:
+        harmony).
       markers: the text before and after thoughts.
       calls: name of the call format (`call_formats.FORMATS`); None without tools, except harmony.
       tools: the tools that may be called.
-      parallel: whether more than the first call counts.
+      parallel: whether calls after the first one count.
     """
 
     thinks: Literal["no", "perhaps", "yes", "channels"] = "no"
@@ -55,7 +56,7 @@ def answer_form(
     """Returns how the answer to a prompt is parsed.
 
     Args:
-      tokenizer: its chat template has the markers of thoughts.
+      tokenizer: the tokenizer, whose chat template has the markers of thoughts.
       prompt: the rendered conversation.
       call_format: name of the model's call format; None if unknown.
       tools, parallel: see `AnswerForm`.

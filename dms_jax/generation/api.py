@@ -1,7 +1,7 @@
 """`generate` and `score`: the calls that make an engine for one use."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -10,9 +10,8 @@ from jaxtyping import Float
 from dms_jax.cache.accounting import Usage
 from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
 from dms_jax.errors import DataError
-from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
+from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source, scored_source
 from dms_jax.generation.requests import (
-    SCORED,
     Completion,
     OnTokens,
     Prompt,
@@ -64,7 +63,7 @@ class Generation:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Adds up the usage of requests, peaks included: the papers run their chains at once.
+    """Adds up the usage of requests, peaks included, as the papers run all chains concurrently.
 
     The compression ratio is that of the sums.
     """
@@ -87,13 +86,12 @@ def generate(
     on_tokens: OnTokens | None = None,
     **options: Unpack[EngineKeywords],
 ) -> Generation:
-    """Completes prompts from a paged cache that holds only what the policy keeps.
+    """Completes prompts from a paged cache that holds only the tokens kept by the policy.
 
-    Equal prompts are prefilled once, and their chains differ from the first token on: they draw
-    with seeds of their own. A beginning that several prompts share, a document or examples, is
-    prefilled once too, down to the last whole page (`dms_jax.generation.prefixes`). Answers and
-    figures are those of prompts prefilled one by one, except `Usage.prefilled_tokens` and
-    `Usage.cached_tokens`.
+    Equal prompts are prefilled once; their chains draw with different seeds, so they differ from
+    the first token on. A prefix that several prompts share (a document, examples) is prefilled once
+    too, up to its last whole page (`dms_jax.generation.prefixes`). Answers and usage are the same
+    as for prompts prefilled one by one, except `Usage.prefilled_tokens` and `Usage.cached_tokens`.
 
     The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or
     chunks. Its logits do, through the rounding of sums, which can change an answer where two next
@@ -103,12 +101,12 @@ def generate(
     Args:
       model: from `load` or `retrofit`.
       prompts: strings, lists of token ids, or lists of chat messages, of any lengths.
-      policy: the cache policy, or its name ("TOVA"); None for what the checkpoint declares.
+      policy: the cache policy, or its name ("TOVA"); None for the checkpoint's.
       sampling: how tokens are drawn and when generation ends; None for `Sampling()`.
-      memory: bytes for the cache; None for what the requests can need, within the free memory.
-        Requests that do not fit wait; a running one may be preempted and recomputed.
-      chunk: decode steps between two looks at the requests: updates and stop strings arrive this
-        often.
+      memory: bytes for the cache; None for as much as the requests may need, within the free
+        memory. Requests that do not fit wait; a running one may be preempted and recomputed.
+      chunk: decode steps between two checks of the requests; updates are sent and stop strings
+        found at these checks.
       on_tokens: called with an `Update` whenever a request has new tokens.
       **options: page_size, prefill_chunk, kv_dtype, ...: see `dms_jax.generation.EngineOptions`.
 
@@ -118,9 +116,9 @@ def generate(
     Raises:
       DataError: a prompt is empty, outside the vocabulary, or longer than the model's positions.
       ConfigError: an option is malformed, or the policy does not fit the model.
-      CapacityError: the memory does not hold a single sequence. It is raised before anything runs
-        if that is known in advance: for prompts that the policy stores whole, and for answers
-        that only their length can end under a policy that evicts nothing.
+      CapacityError: the memory does not hold a single sequence. Raised before anything runs if that
+        is known in advance: for prompts that the policy stores whole, and, under a policy that
+        evicts nothing, for answers that only their length can end.
 
     Any exception that interrupts it, KeyboardInterrupt and an error of `on_tokens` included, has
     the completions that had ended: `error.finished` is {index of the prompt: Completion}.
@@ -166,13 +164,14 @@ def score(
     memory: float | int | None = None,
     chunk: int = 64,
     max_length: int | None = None,
+    on_done: Callable[[], None] | None = None,
     **options: Unpack[EngineKeywords],
 ) -> list[Score]:
     """Scores given sequences by teacher-forced decoding, token by token through the paged cache.
 
-    There is no prompt, so what a policy does with one does not happen: the eviction at its end by
-    SnapKV and similar policies with `interval=None` or by `prefill="dense_then_evict"`, and the
-    full reads of Quest.
+    There is no prompt, so a policy's prompt rules do not apply: the eviction at the end of the
+    prompt (SnapKV and similar policies with `interval=None`, or `prefill="dense_then_evict"`), and
+    Quest's full reads.
 
     Args:
       model: from `load` or `retrofit`.
@@ -181,6 +180,7 @@ def score(
       num_lanes, memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
       max_length: tokens from which a policy with a `compression_ratio` computes its budget; None
         for the length of each sequence.
+      on_done: called whenever a sequence is done.
 
     Raises:
       DataError: a sequence is too short, too long, or outside the vocabulary.
@@ -219,7 +219,7 @@ def score(
         **options,
     )
     with keep_finished(lambda: {each.index: _score_of(each) for each in requests if each.usage}):
-        engine.serve(Source(requests, SCORED))
+        engine.serve(scored_source(requests, on_done))
     return list(map(_score_of, requests))
 
 

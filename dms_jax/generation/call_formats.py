@@ -4,7 +4,7 @@ r"""How models write tool calls: the call format of each family.
     qwen3-coder    <tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function> ...
     llama3         {"name": "f", "parameters": {"x": 1}}         the answer begins so
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...]
-    mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several one behind the other
+    mistral-args   [TOOL_CALLS]f[ARGS]{"x": 1}                   several in a row
     harmony        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
 In harmony an answer is messages in channels, so its reader finds thoughts too:
@@ -43,7 +43,8 @@ class CallFormat:
       before, between, behind: text before the first call, between two, and after the last;
         `between` is None if an answer has at most one call.
       head, tail: text before and after the arguments of a call; {name} is the function's name.
-      trigger: the start of `before` that content never has; empty if an answer starts with calls.
+      trigger: the start of `before`, which content never contains; empty if an answer starts with
+        calls.
       header: text before content.
       prose: a Lark rule of content without calls, if an answer starts with calls.
     """

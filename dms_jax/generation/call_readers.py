@@ -143,7 +143,7 @@ class _Call:
 
     def __init__(self, names: frozenset[str] | None = None):
         self.object, self.failed, self._names = _Object(), False, names
-        self._start, self._sent = 0, 0  # start of the arguments; end of what was returned
+        self._start, self._sent = 0, 0  # start of the arguments; end of the returned part
 
     @property
     def begun(self) -> bool:
@@ -196,7 +196,7 @@ def _loaded(text: str) -> Any:
 
 
 def held_back(text: str, marker: str) -> int:
-    """Returns how many characters at the end of a text may be the start of a marker."""
+    """Returns the number of last characters of a text that may be the start of a marker."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
@@ -319,7 +319,7 @@ class HermesReader(CallReader):
         text, closing = self.held.lstrip(), "</tool_call>"
         if text.startswith(closing):
             self.held = text[len(closing) :]
-        elif closing.startswith(text):  # the answer may have ended before it did
+        elif closing.startswith(text):  # the answer may have ended before the closing marker did
             self.held = "" if self.ended else self.held
             return False
         self.state = self.read_text
@@ -353,7 +353,7 @@ class ParametersReader(HermesReader):
         self.held = self.held.lstrip()
         if opening := _PARAMETER.match(self.held):
             end = _PARAMETER_END.search(self.held, max(opening.end(), self._searched))
-            if end is None:  # the next search begins where a marker may have begun
+            if end is None:  # resume the search where a marker may have begun
                 self._searched = len(self.held) - len("</parameter>")
                 return False
             name, text = opening[1], self.held[opening.end() : end.start()]
@@ -372,7 +372,7 @@ class ParametersReader(HermesReader):
         return True
 
     def end(self) -> list[Piece]:
-        if self.state == self.read_parameter:  # one that is not complete has no value
+        if self.state == self.read_parameter:  # an incomplete parameter has no value
             self.held = ""
         return super().end()
 
@@ -489,7 +489,7 @@ class HarmonyReader(CallReader):
     def __init__(self, tools: Sequence[Tool]):
         super().__init__(tools)
         self.state = self.read_header
-        self._told: Callable[[str], Piece] = Text
+        self._make_piece: Callable[[str], Piece] = Text
         self._calls = False  # whether the message is a call
         self._kinds = set[bool]()  # of texts so far: said, thought
 
@@ -516,7 +516,7 @@ class HarmonyReader(CallReader):
         most = max(held_back(self.held, each) for each in MESSAGE_ENDS)
         place = len(self.held) - (0 if self.ended else most) if end is None else end.start()
         if place > 0:
-            self.pieces.append(self._told(self.held[:place]))
+            self.pieces.append(self._make_piece(self.held[:place]))
         self.held = self.held[place:]
         if end is None:
             return False
@@ -538,7 +538,7 @@ class HarmonyReader(CallReader):
         name, index = to.removeprefix("functions."), self.calls
         if self.tools and (name != to or name in self.tools):
             self.pieces.append(CallStart(index, self.make_id(), name))
-            self._told, self._calls = (lambda text: Arguments(index, text)), True
+            self._make_piece, self._calls = (lambda text: Arguments(index, text)), True
         else:
             thought = channel is None or channel[1] == "analysis" or bool(to)
             self._begin_text(thought=thought)
@@ -548,4 +548,4 @@ class HarmonyReader(CallReader):
         if thought in self._kinds:
             self.pieces.append(Text("\n", thought))
         self._kinds.add(thought)
-        self._told = lambda text: Text(text, thought)
+        self._make_piece = lambda text: Text(text, thought)

@@ -1,8 +1,8 @@
 """Conversations: several turns over one cache.
 
-A conversation keeps its sequence in a lane, not as a cached prefix (`prefixes`): its turns continue
-after cuts of the policy, which depend on where turns ended and not on the tokens alone; nothing is
-copied; and it works on a mesh.
+A conversation keeps its sequence in a lane, not as a cached prefix (`prefixes`). So its turns can
+continue after cuts of the policy, which depend on where turns ended and not on the tokens alone;
+nothing is copied; and it works on a mesh.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class _History:
         return sum(len(turn.tokens) for turn in self.past)
 
     def with_context(self, tokens: list[int], max_length: int) -> "_History":
-        """Returns the history with a context that is not answered."""
+        """Returns the history with a context appended, without an answer."""
         turn = Turn([*self.before, *tokens], True, max_length)
         return dataclasses.replace(self, past=(*self.past, turn), before=(), messages=None)
 
@@ -88,7 +88,7 @@ class Conversation:
       policy: the cache policy; None for the one that the checkpoint declares.
       max_tokens: length of the whole conversation; None for all of the model's positions.
       branches: the most questions of `ask` that are answered at a time. Each takes as much memory
-        as the conversation. Where so many lanes would be split over devices there is one more.
+        as the conversation. On a mesh that would split these lanes over devices, one lane is added.
       memory, chunk, **options: see `dms_jax.generation.EngineOptions`.
 
     It answers one call at a time: a second one, from another thread or from inside a
@@ -201,13 +201,13 @@ class Conversation:
         sampling: Sampling | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """Answers questions, each as if it were said next; the conversation stays as it is.
+        """Answers questions, each as if it were said next; the conversation does not change.
 
         The conversation is not recomputed: each question continues a copy of its cache, up to
         `branches` at a time.
 
         Raises:
-          ConfigError: the conversation was made without `branches`.
+          ConfigError: the conversation was created without `branches`.
           DataError, CapacityError, BusyError: see `say`.
         """
         check_list(questions, "questions")
@@ -257,7 +257,7 @@ def _lanes(model: LanguageModel, branches: int) -> int:
 
 
 def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
-    """Computes a turn of a conversation in lane 0, behind the tokens that it has seen.
+    """Computes a turn of a conversation in lane 0, after the tokens that it has seen.
 
     Raises:
       CapacityError: the pool does not hold it.

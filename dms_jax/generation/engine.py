@@ -60,11 +60,13 @@ from dms_jax.generation.precompile import compile_all, compile_first
 from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import bucket
 from dms_jax.generation.requests import (
+    SCORED,
     Completion,
     OnTokens,
     Prompt,
     Request,
     State,
+    Update,
     check_call,
     check_list,
     check_stop,
@@ -107,25 +109,25 @@ class EngineOptions(Options):
       num_lanes: the most sequences in the cache at a time.
       max_tokens: length of the longest sequence, prompt and answer, for which the page pool is
         sized; None for all of the model's positions.
-      memory: bytes for the page pool, over all devices; None for what the sequences can need,
+      memory: bytes for the page pool, over all devices; None for as much as the sequences may need,
         within the free memory.
       chunk: decode steps between two polls for requests, no more than `max_tokens`; up to four runs
-        of one compiled program of at least eight steps. Where requests may come at any time, it is
-        one step while prompts wait for prefill.
+        of one compiled program of at least eight steps. If requests may come at any time, a chunk
+        is one step while prompts wait for prefill.
       page_size: slots per page.
       prefill_chunk: prompt tokens of one sequence per compiled program, no more than
-        `prefill_tokens`. Shorter prompts have narrower programs: of a half, or, where a policy
-        prefills token by token, of a quarter and a sixteenth.
+        `prefill_tokens`. Shorter prompts use narrower programs: half as wide, or, if the policy
+        prefills token by token, a quarter and a sixteenth as wide.
       prefill_tokens: prompt tokens of all sequences together per compiled program; smaller batches
-        have smaller programs (`dms_jax.generation.prefill`). Where requests may come at any time,
-        also the most prompt tokens between two chunks of steps: no answer pauses for longer.
+        use smaller programs (`dms_jax.generation.prefill`). If requests may come at any time, also
+        the most prompt tokens between two chunks of steps, which bounds the pause of an answer.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
         by XLA alone); None uses the model's dtype.
-      prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), beside
-        the free pages of the pool; 0 for the pool alone. None keeps no prefix between calls: then
-        only the requests of one list prefill a shared prefix once.
+      prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), in
+        addition to the free pages of the pool; 0 for the pool alone. None keeps no prefix between
+        calls: a shared prefix is prefilled once only among the requests of one list.
     """
 
     num_lanes: CountOnDevice
@@ -151,13 +153,13 @@ class Source:
     Attributes:
       requests: the requests that are known at the start; they share one sampling.
       sampling: their sampling.
-      incoming: gives more while others run (a server), each with its own sampling and a free index;
-        nobody has checked that they fit. None for a closed list.
+      incoming: returns more requests while others run (a server), each with its own sampling and an
+        unused index. They are not checked for size. None for a closed list.
       on_tokens: called with every `Update`.
       on_notified: called after the `on_tokens` calls of a chunk.
-      streaming: whether updates have text; otherwise it is made once, when a request ends.
-      late: whether `on_tokens` may be called while the next programs run, as with `incoming`; then
-        cancellations take effect after these.
+      streaming: whether updates have text; otherwise text is decoded once, when a request ends.
+      late: whether `on_tokens` may be called while the next programs run, as with `incoming`. A
+        cancellation then takes effect after those programs.
       keep: whether sequences stay in the cache when their requests end (a conversation).
     """
 
@@ -174,6 +176,17 @@ class Source:
     def given(self) -> bool:
         """Whether the answers are given and only scored (`Request.given`)."""
         return any(each.given is not None for each in self.requests)
+
+
+def scored_source(requests: Sequence[Request], on_done: Callable[[], None] | None = None) -> Source:
+    """Returns the source of answers that are scored; `on_done` is called when one of them ends."""
+
+    def heard(update: Update) -> None:
+        if update.finished and on_done is not None:
+            on_done()
+
+    on_tokens = None if on_done is None else heard
+    return Source(requests, SCORED, on_tokens=on_tokens, streaming=False, late=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +311,7 @@ class Call:
             self._notifier.notify()
             self.in_flight.collect_steps()  # of answers that a stop string ended
         came = None if incoming is None else incoming(idle)
-        make_matchers(self._model, came or ())  # unless the source has
+        make_matchers(self._model, came or ())  # unless the source made them
         scheduler.accept(came or ())
         return came is not None or bool(scheduler.waiting or scheduler.running)
 
@@ -332,7 +345,7 @@ class Call:
     def _finish_last_chunk(self, programs: int, reads_on: bool) -> Generator[None]:
         """Sends the updates of the last chunk and collects its last programs, in short parts."""
         yield from self._notifier.notify_by_parts()  # before answers grow beyond them
-        if not reads_on:  # else their next parts are launched before the steps run
+        if not reads_on:  # else the next parts of prompts are launched before the steps run
             self.in_flight.collect_prompts()
         for _ in range(programs):
             yield
@@ -343,7 +356,7 @@ class Call:
     def _launch_prefill(self) -> None:
         """Launches prefill, and draws the first tokens of complete prompts.
 
-        That is one program; but where answers wait for their next steps, as many as fit into
+        Launches one program, or, if answers wait for their next steps, as many as fit into
         `prefill_tokens`, up to the first that prefills token by token.
         """
         scheduler, runner = self.scheduler, self.runner
@@ -382,7 +395,7 @@ class Call:
         scheduler, reservation = self.scheduler, self.runner.reservation
         before = len(scheduler.running)
         while not reservation.fits(extra, prompt=prompt):
-            if self.in_flight.drawn or self.in_flight.programs:  # what ended in them frees pages
+            if self.in_flight.drawn or self.in_flight.programs:  # requests that ended free pages
                 self._drain()
                 scheduler.finish()
                 extra[[lane for lane in range(len(extra)) if lane not in scheduler.running]] = 0
@@ -421,10 +434,10 @@ class Call:
             scheduler.finish(cancel=not reads_on)
 
     def _stays_in_flight(self) -> int:
-        """Returns how many programs of a chunk are collected after the next launch.
+        """Returns the number of programs of a chunk to collect after the next launch.
 
-        The last one where requests may join, so that the device is busy meanwhile; all of them
-        where only the next chunk can follow.
+        If requests may join, only the last one, which keeps the device busy meanwhile; all of them
+        if only the next chunk can follow.
         """
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         if overlap.waits or not in_flight.may_run_on(scheduler.decoding):
@@ -457,8 +470,8 @@ class Engine:
     Raises:
       ConfigError: an option is malformed, or the policy does not fit the model or an adapter.
       CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
-      CapacityError: the memory does not hold one page for each row of a sequence, or what the
-        lanes take besides their pages.
+      CapacityError: the memory does not hold one page for each row of a sequence, or the lanes' own
+        memory (logits, lengths, page tables).
     """
 
     @show_options(EngineOptions)
@@ -553,7 +566,8 @@ class Engine:
 
         Raises:
           BusyError: it is serving another call, in another thread or further up the stack.
-          CapacityError: a request does not fit; see `check_room` for what is refused at the start.
+          CapacityError: a request does not fit; `check_room` says which requests are refused at
+            once.
           ConfigError: there are stop strings but no tokenizer, or a grammar is not supported.
         """
         with self.open(source) as call:
@@ -584,7 +598,7 @@ class Engine:
                 with self.runner.working():
                     call.compile_first(self._compiled)
                     yield call
-                if call.unfinished:  # the caller has left, and nobody owns what is in the cache
+                if call.unfinished:  # the caller has left, and nobody owns the cached sequences
                     self.runner.release()
                 elif not self.runner.prefixes.keeps:
                     self.runner.prefixes.clear()
@@ -613,9 +627,9 @@ class Engine:
     def steps_between_prompts(self) -> int:
         """Steps of a chunk while prompts wait for prefill, where requests may come at any time.
 
-        It is one, as prompts would otherwise wait for several steps after every `prefill_tokens`:
-        with 256 clients and prompts of 8,192 tokens, most of the time would go to steps of a few
-        lanes. Where all prompts together have no more tokens than that, none wait.
+        One: with more, prompts would wait for several steps after every `prefill_tokens`. With 256
+        clients and prompts of 8,192 tokens, most of the time would go to steps of a few lanes. If
+        all prompts together fit into `prefill_tokens`, none wait.
         """
         most = self.options.num_lanes * self.runner.max_tokens
         return 1 if most > self.options.prefill_tokens else self.chunk
@@ -638,8 +652,8 @@ class Engine:
     ) -> None:
         """Replaces weights; nothing is compiled, and the cache keeps its memory.
 
-        It is refused while a call runs, so no request sees both. Cached prefixes of what is
-        replaced are dropped. If anything does not fit, nothing changes.
+        Refused while a call runs, so no request sees both versions. Drops the cached prefixes
+        computed with the replaced weights. If anything does not fit, nothing changes.
 
         Args:
           parameters: all parameters of the model, or some (`LanguageModel.with_parameters`).
@@ -657,19 +671,19 @@ class Engine:
     def replace(
         self, parameters: Transformer | nnx.State | None, adapters: Mapping[str, GivenAdapter]
     ) -> None:
-        """Does it during a call: between two turns, if no request uses what is replaced."""
+        """Like `update`, but between two turns of a call; no request uses the old weights."""
         runner, slots = self.runner, self.runner.slots
         model = self.model if parameters is None else self.model.with_parameters(parameters)
         slots = replaced(model, slots, self.policy, adapters)
         joined = _with_slots(model, slots)
-        if slots is not None:  # of the same shapes and types, and lying where the old ones do
+        if slots is not None:  # same shapes, types and placement as the old ones
             joined = runner.model.with_parameters(joined.transformer)
         self.model, runner.model, runner.slots = model, joined, slots
         for name in (*adapters,) if parameters is None else runner.prefixes.adapters:
             runner.prefixes.drop(name)
 
     def warm(self) -> int:
-        """Compiles all programs that `incoming` requests can need; returns how many.
+        """Compiles all programs that `incoming` requests can need; returns their number.
 
         Raises:
           BusyError: it is serving a call.
@@ -682,7 +696,7 @@ class Engine:
 
     @property
     def running(self) -> list[Request]:
-        """The requests in lanes, oldest first; after an error, those that it ended."""
+        """The requests in lanes, oldest first; after an error, those that were in lanes then."""
         call = self._call
         return [] if call is None else list(call.scheduler.running.values())
 

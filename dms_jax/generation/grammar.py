@@ -40,14 +40,14 @@ from dms_jax.errors import ConfigError, DataError, plain
 from dms_jax.model.language_model import LanguageModel
 
 BITS = 32  # tokens of a word of a mask
-# As Python writes JSON, in one line. Free white space could go on for ever.
+# JSON as Python writes it, in one line. With free white space an answer might never end.
 _JSON_FORM = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
     "lenient": False,
 }
-_MOST_COMPILED = 64  # grammars that are kept compiled, for requests that send one again
+_MOST_COMPILED = 64  # compiled grammars to keep, for requests that send one again
 _LONGEST_ERROR = 600
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
@@ -121,7 +121,7 @@ def json_rule(schema: Any) -> str:
 
 
 def regex_rule(pattern: Any) -> str:
-    """Returns the right side of a rule of a Lark grammar: what a regular expression matches.
+    """Returns the right side of a rule of a Lark grammar: the matches of a regular expression.
 
     Raises:
       ConfigError: it is no text.
@@ -135,7 +135,7 @@ class GrammarError(DataError):
     """A grammar became too complex in the middle of an answer.
 
     Attributes:
-      indices: the requests; the others of the call are as they should be.
+      indices: the requests that failed; the other requests of the call are valid.
     """
 
     def __init__(self, message: str, indices: Iterable[int]):
@@ -231,8 +231,8 @@ def _check_ends(model: LanguageModel, opening: Opening) -> None:
     for place, token in enumerate(opening.tokens):
         if token in model.generation.eos_token_ids:
             raise ConfigError(
-                f"Token {place + 1} is {token}, which ends an answer of this model, so nothing "
-                "behind it can be scored. Leave out what comes from there on."
+                f"Token {place + 1} is {token}, an end token of this model, so nothing after "
+                "it can be scored. Leave out this token and those after it."
             )
 
 
@@ -248,7 +248,7 @@ class TokenMasks:
     def __init__(self, num_lanes: int, vocab_size: int, *, reused: bool = True):
         self._shape, self._reused = (num_lanes, -(-vocab_size // BITS)), reused
         self._steps: Int[np.ndarray, "B words"] | None = None  # the masks of `after`
-        self._bound = np.zeros(num_lanes, bool)  # the lanes whose masks in it may leave out tokens
+        self._bound = np.zeros(num_lanes, bool)  # lanes with masks in `_steps` that exclude tokens
 
     @functools.cached_property
     def _executor(self) -> Any:
@@ -291,9 +291,10 @@ class TokenMasks:
     ) -> Int[np.ndarray, "B words"]:
         """Consumes the newest token of each request; returns the masks of the next ones.
 
-        The next call overwrites the result, as allocating megabytes takes longer than filling them:
-        a caller with the newest tokens has waited for the program that read the last masks. Not on
-        a mesh, where tokens come from one device, and another may still run that program.
+        The next call overwrites the result, because allocating megabytes takes longer than filling
+        them. That is safe on one device: a caller that has the newest tokens has waited for the
+        program that read the last masks. On a mesh tokens come from one device while another may
+        still run that program, so the result is new.
 
         Args:
           requests: lane -> its request, if that has a grammar.
@@ -325,7 +326,7 @@ class TokenMasks:
             what = first.get_error().partition("\n<state>")[0]
             read = requests[lane].max_new_tokens - remaining[lane]
             raise GrammarError(
-                f"The grammar of an answer cannot be followed behind token {read:,}: "
+                f"The grammar of an answer cannot be followed after token {read:,}: "
                 f"{plain(what, _LONGEST_ERROR)}. Give a simpler grammar.",
                 (requests[lane].index for _, lane in wrong),
             )
@@ -346,7 +347,7 @@ def _by_kind(
 
 
 def _refused(message: str) -> ConfigError:
-    """Returns the error of a grammar; llguidance's message without its place and the source."""
+    """Returns a ConfigError with llguidance's message, without position and source text."""
     what = _PLACE.sub("", message.partition("\n   1 | ")[0])
     return ConfigError(f"The grammar cannot be compiled: {plain(what, _LONGEST_ERROR)}")
 
@@ -362,7 +363,7 @@ def _library() -> Any:
     return llguidance
 
 
-# The vocabularies of models that have been asked for a grammar. To read one of 150,000 tokens takes
+# The vocabularies of models that were asked for a grammar. Reading one of 150,000 tokens takes
 # about a second.
 _vocabularies: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -387,8 +388,8 @@ def _tokens(model: LanguageModel) -> Any:
 def _exact(vocabulary: str) -> str:
     """Returns a tokenizer.json whose tokens have all bytes of a text, and no others.
 
-    Tokenizers of sentencepiece drop, join and prepend spaces. llguidance tokenizes what a grammar
-    leaves no choice of, and would lose a space that is all of it.
+    Tokenizers of sentencepiece drop, join and prepend spaces. llguidance tokenizes text that the
+    grammar forces, and would lose a forced text that is a single space.
     """
     read = json.loads(vocabulary)
     decoder = read.get("decoder") or {}
@@ -401,7 +402,7 @@ def _exact(vocabulary: str) -> str:
 
 @functools.lru_cache(maxsize=_MOST_COMPILED)
 def _first(tokens: Any, source: str) -> Any:
-    matcher = _library().LLMatcher(tokens, source, log_level=0)  # which prints nothing
+    matcher = _library().LLMatcher(tokens, source, log_level=0)  # 0: prints nothing
     if matcher.is_error():
         raise _refused(matcher.get_error())
     return matcher

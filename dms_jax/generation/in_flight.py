@@ -19,12 +19,12 @@ from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter, Given
 
-# With so many answers it is unlikely that end tokens end all of them within one chunk.
+# From this many lanes on, end tokens are unlikely to end all answers within one chunk.
 LANES_AHEAD = 4
 
 # A long chunk is several programs. While the last one runs, the host collects the earlier ones,
-# gives away lanes that ended, and launches new prompts and the next steps. That takes as long as
-# `_FEWEST_STEPS` steps of a small model.
+# reuses the lanes of ended requests, and launches new prompts and the next steps. That takes as
+# long as `_FEWEST_STEPS` steps of a small model.
 _PROGRAMS, _FEWEST_STEPS = 4, 8
 
 
@@ -36,7 +36,7 @@ class InFlight:
       runner: the runner that launches them.
       end_tokens: token ids that end an answer.
       last_tokens: Int[B], the newest token of each lane, on the device until it is collected.
-      drawn: lanes whose newest token is the first of an answer, and in flight.
+      drawn: lanes whose newest token is the first of an answer and still in flight.
       programs: programs of steps, oldest first, with the requests in their lanes.
     """
 
@@ -48,7 +48,7 @@ class InFlight:
         default_factory=collections.deque
     )
     _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    _prompts: list[Request] = dataclasses.field(default_factory=list)  # that records are of
+    _prompts: list[Request] = dataclasses.field(default_factory=list)  # of the queued records
 
     def __post_init__(self):
         self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
@@ -155,10 +155,10 @@ class InFlight:
     def may_run_on(self, running: Mapping[int, Request]) -> bool:
         """Whether programs of steps may stay in flight while their results are not needed.
 
-        Not if all answers may have ended, so that the device would run for nothing. An answer that
-        a stop string ended goes on, as the device does not know: the next request in its lane runs
-        after it, and its results are dropped. Not with KCache, whose values are written between
-        programs.
+        False if all answers may have ended, so that the device would run for nothing; and with
+        KCache, whose values are written between programs. The device does not know of stop strings:
+        an answer that one ended runs on, its results are dropped, and the next request in its lane
+        runs after it.
         """
         going = int(np.count_nonzero(self.remaining(running)))
         return self.runner.host is None and going >= (LANES_AHEAD if self.end_tokens else 1)
@@ -172,7 +172,8 @@ class InFlight:
         for _ in range(len(self.programs) if count is None else count):
             program, running = self.programs.popleft()
             steps = self.runner.collect(program)
-            if self.last_tokens is program.newest:  # else more was launched, or drawn, after it
+            # else later programs were launched or tokens drawn
+            if self.last_tokens is program.newest:
                 self.last_tokens = steps.tokens[-1]
             record_steps(steps, running)
 
@@ -188,7 +189,7 @@ class InFlight:
             for lane, (live, held, left) in extended.usage().items():
                 meter = requests[lane].meter
                 meter.add(live, held=held)
-                meter.finish(left)  # the next token may be beyond a stop
+                meter.finish(left)  # the next token may come after a stop string
                 meter.prefilled += len(live)
 
         self._records.append(record)
@@ -220,7 +221,7 @@ class InFlight:
             last_tokens[continued] = [running[lane].generated[-1] for lane in continued]
             self.last_tokens = last_tokens
         bound = {lane: each for lane in source_of if (each := running[lane].matcher) is not None}
-        for lane, matcher in bound.items():  # it may have consumed tokens that were lost
+        for lane, matcher in bound.items():  # a matcher may have consumed tokens that were lost
             matcher.restart(running[lane].generated[:-1])
         fresh = {lane: source_of[lane] for lane in source_of if not running[lane].generated}
         if not fresh:
@@ -254,7 +255,7 @@ class InFlight:
 
 
 def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:
-    """Adds the steps of a program to the running requests; each lane ran the first few of them.
+    """Adds the steps of a program to the running requests; each lane ran a prefix of them.
 
     Raises:
       NotNumbersError: logits are not numbers; then nothing is added.

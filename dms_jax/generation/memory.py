@@ -129,7 +129,7 @@ def estimate(
     # A step looks up one row of the embedding; it reads all of it only if it is tied.
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     parameters = weight_bytes // dtype.itemsize - embedding
-    met, reached = float(parameters), float(parameters)  # by a token, and by all of a step
+    met, reached = float(parameters), float(parameters)  # used by a token; read by a step
     if config.experts is not None:
         of_experts = (
             tree_bytes([shapes.layers.mlp.gate_up_proj, shapes.layers.mlp.down_proj])
@@ -161,7 +161,7 @@ def sequence_bytes(
     dtype: Any = jnp.bfloat16,
     kv_dtype: str | None = None,
 ) -> int:
-    """Returns the bytes of the cache of a sequence after so many tokens, with the policy's state.
+    """Returns the cache bytes of a sequence after `tokens` tokens, policy state included.
 
     Args:
       config, policy, tokens, compression_ratio, page_size, dtype, kv_dtype: see `estimate`.
@@ -210,7 +210,7 @@ def pool_pages(
     memory: float | int | None,
     kv_dtype: str | None = None,
 ) -> int:
-    """Returns the pages of the pool: what the lanes can need, limited by `memory`.
+    """Returns the number of pages of the pool: those that lanes may need, limited by `memory`.
 
     Raises:
       ConfigError: if `memory` is not a number of bytes.
@@ -227,7 +227,7 @@ def pool_pages(
     layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
     bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)
-    # Prompts that are cut afterwards are in the pool in full until then.
+    # Prompts that are cut at their end fill the pool in full until then.
     needed = 0
     footprints = layer_footprints(config, policy, max_tokens, page_size=page_size)
     for found, windowed in zip(footprints, config.windowed, strict=True):
@@ -247,15 +247,16 @@ def pool_pages(
         if memory > total:
             raise CapacityError(
                 f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
-                f"{total:,.0f}. Ask for less, or leave memory out to take what is free."
+                f"{total:,.0f}. Ask for less, or leave `memory` out to take all that is free."
             )
-    # A program makes the next state of a policy beside the last one.
+    # A program allocates the next state of a policy beside the last one.
     room = free - beside - state if memory is None else memory
     affordable = int((room - state) // bytes_per_page)
     pages = min(needed, affordable)
     if memory is None and rows < pages < needed:
         # Programs are compiled for the number of pages, and two processes seldom find the same free
-        # memory: rounded to seven bits the number is equal for both, and at most 1.6% is unused.
+        # memory. Rounding to seven bits makes the number equal for both and leaves at most 1.6%
+        # unused.
         pages = max(rows, pages - pages % (1 << max(pages.bit_length() - 7, 0)))
     pages -= pages % shards
     if pages < rows:
@@ -263,8 +264,8 @@ def pool_pages(
             f"The cache of a sequence takes at least {rows * bytes_per_page + state:,} bytes: "
             f"{rows} rows (layers x KV heads) of one page of {page_size} tokens"
             + (f", and {state:,} bytes of state for {num_lanes} sequences" if state else "")
-            + f". There are {room:,.0f} bytes. Give it more memory, "
-            "a smaller page_size or fewer sequences at a time"
+            + f". There are {room:,.0f} bytes. Give it more memory (`memory`), "
+            "a smaller `page_size` or fewer sequences at a time"
             + (", or the policy a smaller window." if state > rows * bytes_per_page else ".")
         )
     return pages
@@ -312,17 +313,17 @@ def _device_memory(model: LanguageModel) -> tuple[float, float]:
 
 
 def free_memory(stats: dict[str, int]) -> tuple[float, float]:
-    """Returns nine tenths of an accelerator's free bytes, at most its largest block; and all.
+    """Returns (nine tenths of the free bytes, at most the largest block; all bytes) of a device.
 
-    Free memory may be fragmented by what was loaded after an earlier cache, so that a new cache,
-    with one array of keys and one of values, finds no room although enough is free.
+    Arrays loaded after an earlier cache may fragment the free memory, so that a new cache, with one
+    array of keys and one of values, finds no room although enough is free.
 
     Args:
       stats: statistics of its allocator (`jax.Device.memory_stats`).
     """
     free = float(stats["bytes_limit"] - stats["bytes_in_use"])
     piece, taken = (stats.get(name, 0) for name in ("largest_free_block_bytes", "pool_bytes"))
-    if not (piece and taken):  # an allocator that does not say
+    if not (piece and taken):  # the allocator does not report them
         return 0.9 * free, free
     piece = max(piece, stats["bytes_limit"] - taken)  # it may take more from the device
     return min(0.9 * free, float(piece)), free

@@ -45,8 +45,8 @@ def compile_first(
 ) -> None:
     """Compiles the first programs of a closed list: prefill, first tokens, and steps.
 
-    If requests wait for a lane, that includes the prefill of the few prompts that follow when
-    lanes end. It compiles nothing if a request continues a conversation.
+    If requests wait for a lane, that includes the prefill of the few prompts that follow when lanes
+    end. Compiles nothing if a request continues a conversation.
 
     Args:
       runner: the runner that will launch them.
@@ -60,7 +60,7 @@ def compile_first(
     if not requests or any(request.seen or request.before for request in requests):
         return
     num_lanes = runner.num_lanes
-    # Equal prompts are prefilled once; those of chains are mostly one list.
+    # Equal prompts are prefilled once; chains mostly share one list object.
     first = {(each.adapter, id(each.prompt)): each for each in requests[:num_lanes]}
     unique = {(each.adapter, tuple(each.prompt)): each for each in first.values()}
     refilled = len(requests) > num_lanes
@@ -128,7 +128,7 @@ def _programs(runner: Runner, batches: Iterable[tuple[Shape, bool]]) -> list[tup
 def compile_all(
     runner: Runner, shapes: PromptShapes, num_steps: set[int], end_tokens: tuple[int, ...]
 ) -> int:
-    """Compiles all programs of an open stream; returns how many.
+    """Compiles all programs of an open stream; returns their number.
 
     These are all shapes of prefill and steps with all widths of the page table, also for answers
     that are recomputed after a preemption, and the small programs between them. Sequences have at
@@ -166,7 +166,7 @@ def compile_all(
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
-    # Equal arguments are one program: where lanes are fixed, all have an entry.
+    # Equal arguments are one program: with fixed lanes, every lane has an entry.
     return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes, *prefixes))
 
 
@@ -218,7 +218,7 @@ class _Calls:
             return [(programs.decode, (*before, self._seeds, *settings))]
         given = *before, policy, end_tokens
         cache, counts = self.runner.cache, self.runner.everywhere(lanes)
-        step = programs.Advance(  # as `programs.advance` gives it, which is not traced for this
+        step = programs.Advance(  # like the result of `programs.advance`, without tracing it
             hidden=self.runner.hidden,
             positions=counts,
             active=self.runner.everywhere(lanes > 0),
@@ -294,10 +294,10 @@ class _Calls:
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:
-    """Reads or compiles programs for their arguments in threads; returns how many there are.
+    """Reads or compiles programs for their arguments in threads; returns their number.
 
-    An error or an interrupt waits for running compilations and cancels the rest: a process that
-    ends while the compiler runs in one of its threads aborts.
+    On an error or an interrupt it cancels queued compilations and waits for running ones: a process
+    that exits while the compiler runs in a thread aborts.
     """
     calls = list(calls)
     threads = max(4, os.cpu_count() or 1)

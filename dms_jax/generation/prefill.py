@@ -69,14 +69,14 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes of programs whose tokens attend in one pass, or of those where they go one by one.
+    """The shapes of programs of one kind: tokens attend in one pass, or go one by one.
 
     Attributes:
       widths: numbers of tokens of an entry, the largest first.
       passes: the most chunks of a narrower width that a prompt is cut into.
       tokens: the most tokens of a program, unless a single entry has more.
       num_lanes: number of lanes, and the most entries of a program.
-      launch: what a program takes besides its tokens, in tokens.
+      launch: the fixed cost of a program, in tokens.
       unpadded: whether programs have fewer places than entries x width.
       one_pass: see `Shape`.
     """
@@ -122,7 +122,7 @@ class Shapes:
 
         Args:
           left: lane -> number of its tokens that have not run.
-          most: the most tokens of a program; None for any. If no shape is as small, the result is
+          most: the most tokens of a program; None for any. If every shape is larger, the result is
             None.
         """
         width_of = {lane: self.width(count) for lane, count in left.items()}
@@ -168,7 +168,7 @@ class Shapes:
 
     def every(self, most: int) -> set[tuple[Shape, bool]]:
         """Like `batches`, for every length of a prompt up to `most`."""
-        # More whole chunks need no other programs.
+        # Prompts with more whole chunks need no further programs.
         return self.batches(range(1, min(most, 2 * self.widths[0]) + 1), refilled=True)
 
     def _chunks(self, count: int) -> set[tuple[int, bool]]:
@@ -226,24 +226,24 @@ class PromptShapes(NamedTuple):
         return self.one_pass if one_pass else self.one_by_one
 
 
-# Tokens of a program that keep any device busy. One by one, more tokens take no longer.
+# A program of this many tokens keeps any device busy. One by one, more tokens take no longer.
 SATURATING = 1 << 16
-# Narrower programs take as long: they read all weights.
+# Narrower programs take as long as this width: they read all weights.
 _NARROWEST = 16
-# Parameters of a token's products in the time of a layer's launches: 0.1 ms at 800 TFLOP/s.
+# Multiply-adds in the time of a layer's launches: 0.1 ms at 800 TFLOP/s.
 _LAUNCH = 40_000_000_000
 
 
 def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: int) -> int:
-    """Returns how many of the next tokens of a sequence attend in one pass.
+    """Returns the number of next tokens of a sequence that attend in one pass.
 
-    Tokens after its prompt count too if the policy treats them alike.
+    Tokens after its prompt count too if the policy treats them in the same way.
 
     Args:
       policy: the policy of the cache.
       seen: tokens that the cache has seen of the sequence.
       prompt: tokens of the prompt that comes next.
-      max_length: length that it can reach.
+      max_length: length that the sequence can reach.
     """
     if policy.parallel == "always":
         return max_length
@@ -264,8 +264,8 @@ class Prefill:
     Attributes:
       request: the request in the lane.
       prompt: its prompt.
-      answer: its answer when it was preempted, to be recomputed as an answer.
-      whole: how many of the first tokens of both attend in one pass.
+      answer: the answer it had when it was preempted, to be recomputed as an answer.
+      whole: number of first tokens of prompt and answer that attend in one pass.
       key: equal for requests that share one prefill; None if it is not shared.
       source: the lane that prefills the prompt, its own or another one.
       done: tokens that were launched, or cached from the start.
@@ -302,8 +302,8 @@ class Prefill:
     def left(self) -> int:
         """Tokens to launch up to the next boundary.
 
-        That is the end of its prompt, or after it of its answer; before, the end of the tokens that
-        attend in one pass; and, if a program must end there, the next stop.
+        Boundaries are the end of the tokens that attend in one pass, the end of the prompt, the end
+        of the answer, and, if `splits`, the next stop.
         """
         end = len(self.prompt)
         if self.done >= end:
@@ -351,7 +351,7 @@ class PrefillQueue:
 
     Attributes:
       shapes: the shapes of programs.
-      items: lane -> what it prefills, in the order in which they came.
+      items: lane -> its `Prefill`, in order of arrival.
     """
 
     def __init__(self, shapes: PromptShapes, *, takes_turns: bool):
@@ -361,7 +361,7 @@ class PrefillQueue:
         self._first: dict[Hashable, int] = {}  # the first lane of those that share a prompt
 
     def add(self, lane: int, item: Prefill) -> bool:
-        """Queues a lane; returns whether it prefills its own prompt, not one that it shares."""
+        """Queues a lane; returns whether it prefills its prompt itself (no other lane does)."""
         item.source = lane if item.key is None else self._first.setdefault(item.key, lane)
         self.items[lane] = item
         return item.source == lane
@@ -433,7 +433,7 @@ class PrefillQueue:
         """Removes the lanes that can decode; returns the lane that prefilled the prompt of each.
 
         If prefill and decoding do not alternate, returns all lanes once every prompt is done, and
-        none before.
+        none earlier.
         """
         complete = {
             lane: each.source

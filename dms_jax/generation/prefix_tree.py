@@ -1,4 +1,4 @@
-"""A radix tree over the tokens of sequences: which begin alike, and where a state is cached.
+"""A radix tree over the tokens of sequences: shared prefixes, and where a state is cached.
 
     root ── "You are ..." ── document ┬─ question 1 ── answer
                                       └─ question 2
@@ -61,7 +61,7 @@ class Node:
             node = node.parent
 
     def with_states(self) -> Iterator["Node"]:
-        """Yields those of this node and its descendants that have a state."""
+        """Yields this node and its descendants, those with a state."""
         stack: list[Node] = [self]
         while stack:
             node = stack.pop()
@@ -84,7 +84,7 @@ class Node:
 
 
 class PrefixTree:
-    """The tree; see the module.
+    """The tree; see the module docstring.
 
     Attributes:
       root: the node of no tokens.

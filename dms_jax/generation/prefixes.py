@@ -1,4 +1,4 @@
-"""Cached prefixes: what the cache held after the beginnings of earlier prompts and answers.
+"""Cached prefixes: saved cache states after the first tokens of earlier prompts and answers.
 
 A request whose prompt begins like an earlier sequence continues from there:
 
@@ -6,19 +6,19 @@ A request whose prompt begins like an earlier sequence continues from there:
     "system, document, question 2"      ------>  prefills only its question
 
 Which states are exact. A state may be continued if it depends only on its tokens
-(`Policy.prefix_exact`): always where a policy decides from the tokens before a query, in prompts
-and answers alike (Vanilla, DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the
-prompt for policies that treat answers differently (Quest, KCache); and before the end of the prompt
-for those that cut it there (SnapKV and similar policies, TOVA and H2O with dense prompts), or after
-it as long as the budget was not reached. A cut sequence is never continued here: a `Conversation`
-does that, turn by turn.
+(`Policy.prefix_exact`): always if a policy decides from the tokens before a query, in both prompts
+and answers (Vanilla, DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the prompt
+for policies that treat answers differently (Quest, KCache); and before the end of the prompt for
+policies that cut it there (SnapKV and similar policies, TOVA and H2O with dense prompts), or after
+it if the budget was not reached. A cut sequence is never continued here: a `Conversation` does
+that, turn by turn.
 
 How states are stored. Policies that evict overwrite slots in place, so a page holds another prefix
 a few tokens later: their states are copies of what the policy keeps, taken at a few places of a
 sequence (100 MB take about 0.05 ms at the rate of an H200's memory; not timed). A policy that only
 appends (`Policy.appends`) never writes to a full page again: its states share whole pages with
 sequences and with each other, cost nothing, and serve every prefix of whole pages. When a request
-ends, its pages become a state as they are.
+ends, its pages become a state without a copy.
 
 Where states are taken (as Marconi does, arXiv 2411.19379):
 
@@ -30,12 +30,12 @@ Where states are taken (as Marconi does, arXiv 2411.19379):
 A closed list of an engine that keeps no prefixes takes only the first kind. A request waits for a
 prefix that another one prefills.
 
-Where states live. In pages of the pool that no row needs: they count as free, and rows that need
-them take them from the least recently used prefixes. Those move to host memory, up to a number of
-bytes, and come back when they are used. They are dropped beyond that, and where more leave the
-device than may be copied (`TO_HOST`), since everybody waits for a copy. A state that a
-later one of the same session replaces is dropped first, and never copied to the host, unless
-another request diverges from it: an agent holds one state, not one per turn.
+Where states live. In pages of the pool that no row needs. These pages count as free, and rows that
+need them take them from the least recently used prefixes. Such prefixes move to host memory, up to
+a byte limit, and come back when they are used. They are dropped beyond that limit, and when they
+leave the device faster than they may be copied (`TO_HOST`), since every request waits for a copy. A
+state that a later one of the same session replaces is dropped first, and never copied to the host,
+unless another request diverges from it: an agent holds one state, not one per turn.
 
 A tree belongs to one engine and one of its adapters, which fix the model, dtype, policy and cache
 format of its states; its tokens are those after the chat template. A policy whose decisions depend
@@ -73,15 +73,15 @@ TO_HOST, TO_HOST_AT_ONCE = 1e8, 2.0**30
 
 @dataclasses.dataclass(eq=False)
 class PrefixState:
-    """What the cache holds after some tokens.
+    """The state of the cache after some tokens.
 
     Attributes:
       node: its place in the tree, whose depth is the number of tokens.
       lengths: slots in use of each row.
-      pages: the pages of the rows, row by row: of the device's pool, or of the one on the host.
+      pages: the pages of the rows, row by row, in the device's pool or in the host's.
       rows: the policy's state of each row, leaves [L, K, ...].
       ended: whether an answer ends here.
-      superseded: whether a later state of the same session replaces it; then it is dropped first,
+      superseded: whether a later state of the same session replaces it; if so, it is dropped first
         and not copied to the host.
     """
 
@@ -95,7 +95,7 @@ class PrefixState:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixCounts:
-    """What prefixes hold.
+    """Number and bytes of the cached prefixes.
 
     Attributes:
       states, host_states: prefixes in the pool, and in host memory.
@@ -126,7 +126,7 @@ class Prefixes:
     """
 
     def __init__(self, runner: "Runner", host_bytes: float | int | None):
-        # Not a cycle, in which the memory of a runner would outlive it.
+        # A weak reference: a cycle would keep a runner's memory alive after it.
         self._runner, self._policy = weakref.proxy(runner), runner.policy
         self._on_mesh = runner.model.mesh is not None
         self.keeps = host_bytes is not None
@@ -154,7 +154,8 @@ class Prefixes:
         self._trees: dict[tuple[str | None, int | None], PrefixTree] = {}
         self._on_device.clear()
         self._on_host.clear()
-        # By lane, what its request continues: the tokens, and whether they end in an answer.
+        # By lane: the number of tokens that its request continues, and whether an answer ends
+        # there.
         self._continued: dict[int, tuple[int, bool]] = {}
         self._pinned: PrefixState | None = None
         self._leaving: list[PrefixState] = []  # their rows are being copied to the host
@@ -206,7 +207,7 @@ class Prefixes:
         key = request.adapter, request.max_length if by_length else None
         return self._trees.setdefault(key, PrefixTree())
 
-    def _whole(self, tokens: int) -> int:
+    def _round_to_pages(self, tokens: int) -> int:
         """Rounds a number of tokens down to whole pages."""
         return tokens - tokens % self._runner.page_size
 
@@ -241,7 +242,7 @@ class Prefixes:
         return {node for item in served for node in self._nodes(item.request, item.stops)}
 
     def will_read(self, request: "Request") -> set[Node]:
-        """Returns the same for a request that is admitted next."""
+        """Returns the same (see `read_now`) for a request that is admitted next."""
         if not self.serves(request):
             return set()
         found = self._find(request, *self._readable(request))
@@ -255,7 +256,7 @@ class Prefixes:
     def waits(self, request: "Request", read_now: set[Node]) -> bool:
         """Whether a longer prefix of a request than any cached one is being prefilled.
 
-        An equal prompt is no reason to wait: it is copied.
+        It does not wait for an equal prompt, which is copied.
         """
         if not read_now or request.generated or not self.serves(request):
             return False
@@ -274,8 +275,8 @@ class Prefixes:
 
         Args:
           request: the request.
-          start: tokens that are cached already.
-          admitted: how many equal queued prompts are admitted with it, itself included.
+          start: number of tokens that are cached already.
+          admitted: number of equal queued prompts that are admitted together, this one included.
         """
         if not self.serves(request):
             return ()
@@ -287,8 +288,8 @@ class Prefixes:
             if len(node.children) + node.ends > 1 or node.waiting > admitted
         }
         parts |= {most} if self.keeps else set()
-        whole = {self._whole(min(each, most)) for each in parts}
-        least = start + self._runner.page_size  # less is not worth a program of its own
+        whole = {self._round_to_pages(min(each, most)) for each in parts}
+        least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
 
     def shared_slots(self, request: "Request") -> int:
@@ -325,9 +326,9 @@ class Prefixes:
         found = next(((node.state, node.depth) for node in stated), None)
         if not self._runner.appends:
             return found
-        # The first pages of any state that shares more tokens than a node has.
+        # States below this node share more tokens with the prompt: use their first pages.
         for common, node in ((known, last), *((node.depth, node) for node in path[::-1])):
-            whole = self._whole(min(common, most))
+            whole = self._round_to_pages(min(common, most))
             if whole <= (found[1] if found else 0):
                 break
             if (state := node.state_below(whole)) is not None:
@@ -431,7 +432,7 @@ class Prefixes:
     ) -> None:
         allocator, lengths = self._allocator, self._runner.reservation.lengths_of(lane)
         if self._runner.appends:
-            tokens = tokens[: self._whole(len(tokens))]
+            tokens = tokens[: self._round_to_pages(len(tokens))]
             lengths = np.full_like(lengths, len(tokens))
         if len(tokens) < self._runner.page_size:
             return
@@ -458,8 +459,9 @@ class Prefixes:
     def _replace(self, lane: int, state: PrefixState) -> None:
         """Marks the states that a new one replaces: those that its request continued.
 
-        With a template that leaves out thoughts, prompts diverge before every answer: if a request
-        did not continue an answer, the next one will not either, but the end of this prompt.
+        With a template that leaves out thoughts, prompts diverge before every answer. So if a
+        request did not continue an answer, the next one will continue the end of this prompt, not
+        an answer.
         """
         start, behind_answer = self._continued.get(lane, (0, False))
         if not start or (state.ended and not behind_answer):
@@ -467,7 +469,7 @@ class Prefixes:
         node = state.node.parent
         while node is not None and node.depth >= start:
             replaced = node.state in self._on_device and len(node.children) == 1
-            if replaced and not self._runner.appends:  # else it holds nothing of its own
+            if replaced and not self._runner.appends:  # else it shares all its pages
                 node.state.superseded = True
                 self._on_device.move_to_end(node.state, last=False)
             node = node.parent
@@ -511,7 +513,7 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
-        if host is not None and self._takes_time(size := host.bytes_of(state.pages)):
+        if host is not None and self._may_copy_now(size := host.bytes_of(state.pages)):
             slots = host.add(state.pages, self._runner.read_pages, self._make_room)
             if slots is None:  # nothing is copied
                 self._may_copy += size
@@ -523,9 +525,9 @@ class Prefixes:
         for leaf in jax.tree.leaves(state.rows):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        self._leaving = [each for each in self._leaving if not _left(each)] + [state]
+        self._leaving = [each for each in self._leaving if not _arrived(each)] + [state]
 
-    def _takes_time(self, size: int) -> bool:
+    def _may_copy_now(self, size: int) -> bool:
         """Whether `size` bytes may be copied to the host now; counts them if so.
 
         A copy beyond the burst limit is allowed once the allowance is full.
@@ -539,7 +541,7 @@ class Prefixes:
         return True
 
     def _host_pages(self) -> HostPages | None:
-        """Returns the pages in host memory, made on first use; None if there are none."""
+        """Returns the pool of host pages, created on first use; None without one."""
         num_pages = self._host_bytes // self._runner.page_bytes
         if self._host is None and num_pages and self._runner.host is None:
             block = self._runner.page_block()
@@ -580,7 +582,7 @@ class Prefixes:
         return True
 
 
-def _left(state: PrefixState) -> bool:
+def _arrived(state: PrefixState) -> bool:
     """Replaces a state's rows by their copy on the host; returns whether that has arrived."""
     leaves = jax.tree.leaves(state.rows)
     there = all(isinstance(leaf, np.ndarray) or leaf.is_ready() for leaf in leaves)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax._src.config import trace_context  # all settings that tracing depends on; no public name
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
@@ -35,9 +34,9 @@ from dms_jax.policies import Policy
 # -- compiler options ------------------------------------------------------------------------------
 
 
-# XLA may leave out a rounding to bfloat16 between two operations that it fuses, and what it fuses
-# depends on the shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on
-# the number of prompts. With rounding enforced, all shapes that sum in one order agree exactly.
+# XLA may omit a rounding to bfloat16 between two fused operations, and fusion depends on the
+# shapes: on a CPU the attention weights of a prompt had 24 or 8 bits, depending on the number of
+# prompts. With rounding enforced, all shapes that sum in one order agree exactly.
 OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 # On a GPU XLA's own Triton products are off: they cannot read one layer out of the stacked weights
@@ -48,37 +47,52 @@ GPU_OPTIONS: dict[str, Any] = OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 # A step's short kernels (plans, what policies keep of a row) may run concurrently with the long
 # ones, and copies that XLA would run ahead on separate streams are left in the CUDA graph. Without
 # and with concurrency a step with Llama-3.1-8B's shape and 32 sequences over an eighth of 8192
-# tokens takes 6.61 and 6.29 ms on an H200 (`experiments/results/speed/step_options.json`).
+# tokens takes 6.61 and 6.29 ms on an H200. The times here are those of
+# `experiments/benchmarks/step_options.py` at commit 72cdb41b.
 #
-# Loops stay outside of graphs. Unrolled in one, a step with Qwen2.5-0.5B's shape and 256 sequences
-# of 256 tokens takes 1.89 ms in place of 2.04 (`experiments.benchmarks.step_options`). But
-# a cold call of the engine and two runs after it, 25 s otherwise, had then not ended after 50.
-# A step has next to nothing of its own in memory, so none of it is computed twice to save some. XLA
-# counts a cache that is updated in place three times, and beside a large one would read the gates
-# of a mixture of experts up to three times a step (Qwen3-30B-A3B, 64 sequences of 4,096 tokens).
+# Loops stay outside of graphs. Unrolled in one graph, a step with Qwen2.5-0.5B's shape and 256
+# sequences of 256 tokens takes 1.89 ms instead of 2.04. But a cold engine call and two runs after
+# it, 25 s otherwise, had not ended after 50 s. A step allocates next to nothing, so nothing is
+# recomputed to save memory. XLA counts a cache that is updated in place three times, and beside a
+# large cache would read the gates of a mixture of experts up to three times a step (Qwen3-30B-A3B,
+# 64 sequences of 4,096 tokens).
 GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper,rematerialization",
 }
 
-# So a turn of the loop over layers is a graph. It has several layers: each graph waits for the one
-# before it, and what its layers have of their own (norms, plans, tables, rows) is sliced at once.
-# With 16 in place of 8 a step with Llama-3.2-1B's shape and 32 sequences takes 1.70 ms in place of
-# 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 in place of 2.24
-# (`experiments.benchmarks.step_options`).
+# So each iteration of the loop over layers is one graph. It has several layers: each graph waits
+# for the one before it, and the arrays of its layers (norms, plans, tables, rows) are sliced at
+# once. With 16 layers instead of 8 a step with Llama-3.2-1B's shape and 32 sequences takes 1.70 ms
+# instead of 1.74 on an H100, one with Qwen2.5-0.5B's and 256 sequences 2.25 instead of 2.24.
 ON_GPU_STEP: dict[str, Any] = {"block": 16}
+
+
+# The settings of jax that change programs of generation.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_device",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_disable_jit",
+)
 
 
 class Program:
     """A jitted function with the compiler options of its platform.
 
-    Programs that were compiled in advance are called without jax's tracing: see `executables`.
+    Programs compiled in advance are called without tracing: see `executables`.
 
     Args:
       function: the function to compile.
       gpu_options: compiler options on a GPU.
       other_options: compiler options on other platforms.
-      on_gpu: keyword arguments that the function is given on a GPU.
+      on_gpu: keyword arguments passed to the function on a GPU.
       static_argnums: the arguments that are not arrays.
       **options: arguments of `jax.jit`.
     """
@@ -177,16 +191,16 @@ class Program:
         return tuple(each for number, each in enumerate(args) if number not in self._static)
 
     def _signature(self, args: tuple[Any, ...]) -> Any:
-        """Returns what a program depends on: shapes, static arguments, jax's settings.
+        """Returns the cache key of a program: shapes, static arguments, jax's settings.
 
-        The result is None inside a trace.
+        None inside a trace.
         """
         leaves, tree = jax.tree.flatten(self._arrays(args))
         kinds = tuple(map(_kind, leaves))
         if None in kinds:
             return None
         static = tuple(args[number] for number in self._static)
-        return trace_context(), static, tree, kinds
+        return _settings(), static, tree, kinds
 
     def _key(self, signature: Any) -> str | None:
         if signature is None or executables.directory() is None:
@@ -194,8 +208,14 @@ class Program:
         return executables.key_of(*self._made_of, signature[1:])
 
 
+def _settings() -> tuple[Any, ...]:
+    """Returns the jax settings that a program depends on; a thread's settings come first."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh, *(getattr(jax.config, name) for name in _SETTINGS)
+
+
 def _kind(leaf: Any) -> Any:
-    """Returns what a program depends on of an argument; None for a tracer."""
+    """Returns the part of the cache key for one argument; None for a tracer."""
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype, False, None
     if isinstance(leaf, Tracer):
@@ -225,7 +245,7 @@ def _devices(arrays: Any) -> list[jax.Device]:
     return list(found[0].device_set) if found else jax.devices()[:1]
 
 
-# Added to the number of tokens that a lane may generate if it ignores end tokens: a separate
+# Added to the number of tokens that a lane may generate if it ignores end tokens. A separate
 # argument would be another transfer in every chunk.
 ENDLESS = 2**30
 
@@ -235,13 +255,13 @@ ENDLESS = 2**30
 
 @struct.dataclass
 class Packed:
-    """A tree of arrays as words of 32 bits, one behind the other: one transfer to the host.
+    """A tree of arrays as consecutive 32-bit words: one transfer to the host.
 
     On a GPU the host needs a transfer for every array, about a millisecond however small it is; a
     chunk of steps has six results, and its lanes wait for them.
 
     Attributes:
-      words: their bits; booleans are words of their own.
+      words: the bits of all arrays; each boolean takes a word.
       tree: structure of the tree.
       leaves: shape and dtype of each array.
     """
@@ -281,10 +301,10 @@ class Steps:
 
     Device arrays in the program, NumPy arrays when they are read. `ran` marks the steps that each
     lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
-    they are asked for, `greedy` unless tokens are given: whether each is the likeliest. `finite`
-    says whether the logits were numbers. `likeliest` and `highest`, None unless tokens are masked,
-    are the likeliest token and its log-probability. At the end of the chunk `lengths` are the slots
-    in use of each row.
+    asked for. `greedy` says whether each given token is the likeliest; None unless tokens are
+    given. `finite` says whether the logits were numbers. `likeliest` and `highest`, None unless
+    tokens are masked, are the likeliest token and its log-probability. At the end of the chunk
+    `lengths` are the slots in use of each row.
     """
 
     tokens: Any  # Int[C, B]
@@ -300,7 +320,7 @@ class Steps:
 
     @classmethod
     def joined(cls, parts: "Sequence[Steps]") -> "Steps":
-        """Returns steps that ran one behind the other, in NumPy arrays, as those of one chunk."""
+        """Concatenates consecutive steps, as NumPy arrays, into those of one chunk."""
         if len(parts) == 1:
             return parts[0]
         each = [dataclasses.replace(part, lengths=None) for part in parts]
@@ -348,7 +368,7 @@ def empty_cache(
 ) -> Cache:
     """Creates an empty cache on the default device.
 
-    Of the policy it takes the structure alone (`jax.tree.structure`): its numbers shape nothing.
+    Takes only the policy's structure (`jax.tree.structure`): its numbers affect no shape.
     """
     return init_cache(
         config,
@@ -367,7 +387,7 @@ def make_cache(mesh: jax.sharding.Mesh | None, config: Any, *args: Any) -> Calla
     """Returns a compiled function that creates an empty cache; see `empty_cache`.
 
     Args:
-      mesh: the current mesh, over whose devices it lies.
+      mesh: the current mesh, over whose devices the cache is split.
       config, *args: those of `empty_cache`.
     """
     if mesh is None:
@@ -428,8 +448,7 @@ def update_table(
 ) -> Int[Array, "L B K M"]:
     """Sets cells of a page table: (row, column, page), rows counted over layers, lanes and heads.
 
-    A row beyond the last one means none. The table that is given stays as it is: steps that were
-    launched read it.
+    A row beyond the last one is ignored. The given table is not modified: steps in flight read it.
     """
     rows, columns, pages = cells
     flat = page_table.reshape(-1, page_table.shape[-1])
@@ -453,8 +472,8 @@ def extend(
 ) -> tuple[Cache, Extension, Tail | None]:
     """Runs a chunk over some lanes (all if None), and updates their rows in the cache.
 
-    `ends_prompt` and `one_pass` are those of `Transformer.cached`. Products have a row for each of
-    so many `places`, or of b * T if None.
+    `ends_prompt` and `one_pass` are those of `Transformer.cached`. Products have `places` rows, or
+    b * T if None.
     """
 
     def take(x):
@@ -512,7 +531,7 @@ def extend(
 def keep_hidden(
     kept: Float[Array, "B E"], hidden: Float[Array, "b E"], lanes: Int[Array, " b"]
 ) -> Float[Array, "B E"]:
-    """Replaces the hidden states of some lanes; a number beyond the last lane means none."""
+    """Replaces the hidden states of some lanes; a number beyond the last lane is ignored."""
     return sharding.constrain(kept.at[lanes].set(hidden, mode="drop"), None, None)
 
 
@@ -530,7 +549,7 @@ def first_tokens(
     """Draws the token after a prompt for the fresh lanes; the other lanes keep theirs.
 
     Lane b draws from the hidden state of lane `sources[b]`. The results are the newest token of
-    each lane, and what `Steps` says of those that were drawn [B].
+    each lane, and the fields of `Steps` for the drawn ones [B].
     """
     logits = transformer.unembed(hidden[sources])
     given = rule.tokens[0] if isinstance(rule, Given) else None
@@ -560,7 +579,7 @@ def are_numbers(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
 
 
 def _split(remaining: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Returns how many tokens lanes may generate, and whether end tokens do not end them."""
+    """Splits `remaining` into the tokens that lanes may generate, and whether they ignore ends."""
     return remaining % ENDLESS, remaining >= ENDLESS
 
 
@@ -594,7 +613,7 @@ def decode(
 ) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None]:
     """Adds up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
 
-    `ENDLESS` is added to those of a lane whose answer goes on behind end tokens.
+    `ENDLESS` is added to `remaining` of a lane whose answer goes on after end tokens.
 
     The results are the cache, the `Steps`, the newest token of each lane, and the tail.
     """
@@ -700,7 +719,7 @@ def advance(
         lengths=cache.lengths,
     )
     cache = dataclasses.replace(cache, page_table=table_before)
-    if sharding.has_mesh():  # every device has the step, and the cache stays as it is split
+    if sharding.has_mesh():  # the step is replicated; the cache keeps its sharding
         specs = cache_specs(cache, transformer.config.num_kv_heads)
         cache = jax.lax.with_sharding_constraint(cache, specs)
         step = jax.tree.map(lambda x: sharding.constrain(x, *[None] * x.ndim), step)
@@ -735,7 +754,7 @@ def copy_lanes(
 
     Args:
       cache: the cache.
-      pages: (source, target) pages of each shard; a target that is no page is not written.
+      pages: (source, target) pages of each shard; an invalid target is skipped.
       lanes: the lane that each lane copies, itself for most.
       num_kv_heads: KV heads of the model.
     """
@@ -771,7 +790,7 @@ def _copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
     source, target = pages
 
     def copy(x):
-        if not x.size:  # no value is on the device
+        if not x.size:  # no values on the device
             return x
         # Read before written: in one fusion, a GPU would copy the whole pool for one of them.
         moved = jax.lax.optimization_barrier(x.at[source].get(mode="clip"))
@@ -786,7 +805,7 @@ def _copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
 
 @functools.partial(Program, donate_argnums=0)
 def copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
-    """Copies pages, (source, target); a target that is no page is not written."""
+    """Copies pages, (source, target); an invalid target is not written."""
     return _copy_pages(cache, pages)
 
 
@@ -815,14 +834,14 @@ def load_lane(
 
 @Program
 def read_pages(cache: Cache, pages: Int[Array, " n"]) -> Any:
-    """Returns the contents of pages, leaves [n, ...]; arbitrary ones where a number is no page."""
+    """Returns the contents of pages, leaves [n, ...]; arbitrary for an invalid page number."""
     stored = cache.pool, cache.page_state
     return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), stored)
 
 
 @functools.partial(Program, donate_argnums=0)
 def write_pages(cache: Cache, pages: Int[Array, " n"], contents: Any) -> Cache:
-    """Writes the contents of pages; a number that is no page is not written."""
+    """Writes the contents of pages; an invalid page number is skipped."""
 
     def write(x, new):
         return x.at[pages].set(new, mode="drop")

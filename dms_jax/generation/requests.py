@@ -1,7 +1,7 @@
 """Requests: from a prompt's token ids to a completion with its text and usage.
 
-`encode_prompts` turns texts, token ids and chats into token ids, with an error that names whatever
-cannot be used; `make_requests` gives each its seed and its limits.
+`encode_prompts` turns texts, token ids and chats into token ids, and names in its error what it
+cannot use; `make_requests` gives each request its seed and its limits.
 """
 
 import collections
@@ -72,7 +72,7 @@ class Completion:
 
 
 class State(enum.Enum):
-    """Where a request is; `scheduler` draws the ways between these."""
+    """Where a request is; `scheduler` has a diagram of the transitions."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -96,7 +96,7 @@ class Request:
       adapter: name of its adapter; None for the plain model.
       before: tokens before the prompt that are not cached yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are cached.
-      base: the lane that holds those turns if it must not change: the request continues a copy.
+      base: the lane that holds those turns, if it must not change; the request continues a copy.
       priority: lower numbers are admitted first and preempted last; equal ones in order of arrival.
       state: its state.
       given: the whole answer, if it is given and only scored, not drawn.
@@ -107,8 +107,8 @@ class Request:
       likeliest: see `Completion`; empty without an opening.
       steps: live entries and reads of each chunk of decode steps; see `totals`.
       slots: slots in use per row when it was preempted, or of a shared prompt whose copy did not
-        fit; it needs as many to continue.
-      prompt_peak: the most live entries after any token of the prompt; set with the first token.
+        fit; it needs this many to continue.
+      prompt_peak: the most live entries after any token of the prompt; set when the first token is.
       text: text so far.
       reported_tokens: number of generated tokens that were streamed.
       finish_reason: None while it runs; then see `Completion`.
@@ -198,7 +198,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """What a request continues.
+    """The part of a conversation that a request continues.
 
     Attributes:
       before, seen, base: see `Request`.
@@ -223,8 +223,8 @@ def make_requests(
 ) -> list[Request]:
     """Builds a request from the token ids of each prompt; copies of a prompt draw differently.
 
-    Prompts with different adapters (None for the model in all) are no copies. All have one
-    `Request.priority`.
+    Prompts with different adapters are not copies (`adapters` None: the plain model for all). All
+    have the same `Request.priority`.
 
     Raises:
       DataError: a prompt leaves no room for an answer.
@@ -233,7 +233,7 @@ def make_requests(
     copies: collections.Counter = collections.Counter()
     requests = []
     seeds = sampling.seeds(len(prompts))
-    # Chains of one prompt are mostly one list, and hashing thousands of tokens is slow.
+    # Chains of one prompt mostly share one list object, and hashing thousands of tokens is slow.
     same = {id(tokens): tuple(tokens) for tokens in prompts}
     numbers: dict[tuple[int, ...], int] = {}
     number_of = {each: numbers.setdefault(same[each], len(numbers)) for each in same}
@@ -322,9 +322,9 @@ SCORED = Sampling(temperature=0, max_new_tokens=1, logprobs=True)
 def scored_request(
     config: ModelConfig, index: int, prompt: list[int], answer: list[int], max_length: int
 ) -> Request:
-    """Builds a request whose answer is given, to be scored; without a prompt it begins the cache.
+    """Builds a request whose answer is given, to be scored.
 
-    Then the first token of the answer is not scored.
+    Without a prompt the cache starts with the answer, whose first token is not scored.
     """
     return Request(
         index=index,
@@ -384,14 +384,14 @@ def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None
         position += int(np.argmin(finite))  # the first bad one
         raise NotNumbersError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "
-            f"{request.index}. Check the weights, or load the model with dtype=float32 if they "
+            f"{request.index}. Check the weights, or load the model with `dtype=float32` if they "
             "overflow float16.",
             (each.index for each, _ in wrong),
         )
 
 
 def record_usage(request: Request, *, cached: int, live: int, **held: int) -> None:
-    """Sets the usage of a request that has ended; a second call gives the same.
+    """Sets the usage of a request that has ended; a second call changes nothing.
 
     Tokens after a stop string count only towards the pages that hold them.
 
@@ -417,8 +417,8 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-# A text with more characters than this for each token that fits is refused before it is tokenized:
-# most tokens have four, and nobody writes texts of the longest tokens alone.
+# A text with more characters than this per token that fits is refused before it is tokenized. Most
+# tokens have four, and no real text consists of the longest tokens alone.
 CHARACTERS_A_TOKEN = 32
 _ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
 
@@ -536,7 +536,7 @@ def check_characters(characters: int, most: int, name: str = "The prompt") -> No
     if characters > CHARACTERS_A_TOKEN * most:
         raise TooLongError(
             f"{name} has {characters:,} characters, too many for the {most:,} tokens of a sequence "
-            f"here: {CHARACTERS_A_TOKEN * most:,} are the most that are looked at. Shorten it."
+            f"here: {CHARACTERS_A_TOKEN * most:,} at most are tokenized. Shorten it."
         )
 
 
@@ -551,7 +551,7 @@ def check_messages_length(messages: Sequence[Any], most: int, name: str = "The p
 def encode_prompts(model: LanguageModel, prompts: Sequence[Any] | np.ndarray) -> list[list[int]]:
     """Returns the token ids of every prompt; see `encode_prompt`.
 
-    A prompt that is in the list several times, for as many chains, is encoded once.
+    A prompt that occurs several times in the list (chains) is encoded once.
     """
     encoded: dict[int, list[int]] = {}
     prompts = list(prompts)  # keeps the rows of an array, and so their ids

@@ -1,7 +1,7 @@
 """Reserves pages for the rows of a cache before programs run, and releases the unused ones.
 
 The lengths of rows are exact as of the last collected program. In prompts and steps in flight each
-token counts as a slot, so the reservation suffices whatever these evict; when a program is
+token counts as a slot, so the reservation suffices whatever they evict; when a program is
 collected, `trim` releases the difference. Under a policy that evicts in place (DMS) no eviction
 frees a page: the dead slot is overwritten, the row grows less than was reserved, and `trim` returns
 its last pages.
@@ -24,7 +24,7 @@ class PromptsInFlight:
 
     Attributes:
       lengths: Int[L, B, K] on the device, the slots in use of each row after it.
-      counts: Int[B], its tokens of each lane.
+      counts: Int[B], number of tokens per lane.
       ends: Bool[B], whether they complete the prompt of the lane.
     """
 
@@ -34,10 +34,10 @@ class PromptsInFlight:
 
 
 class Reservation:
-    """The pages of rows: how many each holds, and how many the next program may need.
+    """The pages of rows: those held, and those that the next program may need.
 
     Args:
-      policy: decides how many slots a row can need.
+      policy: the policy, which bounds the slots of a row.
       allocator: the pages.
       page_size: slots of a page (P).
       windows: Int[L], the sliding window of each layer; 0 for layers that the policy manages.
@@ -83,7 +83,7 @@ class Reservation:
         self.allocator = allocator
         self._lengths = np.zeros(allocator.reserved.shape, np.int64)
         num_lanes = self._lengths.shape[1]
-        self._prompts: PromptsInFlight | None = None  # whose lengths were not collected
+        self._prompts: PromptsInFlight | None = None  # not collected yet
         self.steps_in_flight = np.zeros(num_lanes, np.int64)
         self.epochs = np.zeros(num_lanes, np.int64)
 
@@ -100,7 +100,7 @@ class Reservation:
         self._lengths: Int[np.ndarray, "L B K"] = lengths
 
     def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
-        """Returns the slots in use per row of a lane; waits only for a prompt of its own."""
+        """Returns the slots in use per row of a lane; waits only for the lane's prompt."""
         if self._prompts is not None and self._prompts.counts[lane]:
             self.collect_prompts()
         return self._lengths[:, lane]
@@ -125,7 +125,7 @@ class Reservation:
         self.steps_in_flight = self.steps_in_flight + most
 
     def collect_prompts(self) -> None:
-        """Waits for the last prompts, and takes the lengths after them."""
+        """Waits for the last prompts, and stores the lengths after them."""
         if self._prompts is not None:
             prompts, self._prompts = self._prompts, None
             self._set_lengths(np.asarray(prompts.lengths), prompts.counts > 0)
@@ -139,13 +139,13 @@ class Reservation:
         ended: Bool[np.ndarray, " B"],
         current: Bool[np.ndarray, " B"],
     ) -> None:
-        """Takes the lengths after the oldest program of steps.
+        """Stores the lengths after the oldest program of steps.
 
         Args:
           lengths: the slots in use of each row after it.
           ran: lanes that took a step in it.
           most: the steps that each lane could take in it.
-          ended: lanes whose answer ended in it: they are idle in what was launched since.
+          ended: lanes whose answer ended in it; they are idle in programs launched since.
           current: lanes that were not released since it was launched.
         """
         left = np.where(ended, 0, self.steps_in_flight - most)
@@ -177,7 +177,7 @@ class Reservation:
         """Empties lanes and frees their pages, even if programs are in flight for them."""
         self._lengths[:, lanes] = 0
         self.steps_in_flight[lanes] = 0
-        self.epochs = self.epochs.copy()  # what is in flight has the old
+        self.epochs = self.epochs.copy()  # programs in flight have the old array
         self.epochs[lanes] += 1
         if self._prompts is not None:
             counts = self._prompts.counts.copy()
@@ -240,7 +240,7 @@ class Reservation:
     def limited(
         self, slots: Int[np.ndarray, "L *B K"], held: Int[np.ndarray, "L *B K"]
     ) -> Int[np.ndarray, "L *B K"]:
-        """Limits `slots` to what decoding rows can need that hold `held` now."""
+        """Limits `slots` to the most that decoding rows can need if they hold `held` now."""
         limit = self._slot_limit
         most = slots if limit is None else np.minimum(slots, np.maximum(limit, held))
         return self._in_windows(slots, most)
@@ -266,10 +266,10 @@ class Reservation:
         self.allocator.trim(self.slots_held())
 
     def _collect_if_needed(self, extra: Int[np.ndarray, "*rows"], *, prompt: bool) -> None:
-        """Collects prompts unless `extra` more tokens can be launched whatever these evict.
+        """Collects prompts unless `extra` more tokens can be launched with any evictions in them.
 
-        They cannot if the pool is so full that lengths must be exact, or if the upper bound would
-        need a wider page table than the known lengths, and so another compiled program.
+        Lengths must be exact if the pool is almost full, or if their upper bound would need a wider
+        page table, and so another compiled program.
         """
         if self._prompts is None:
             return
@@ -301,8 +301,8 @@ class Reservation:
     def expect(self, tokens: int) -> None:
         """Makes page tables wide enough for a sequence of `tokens` tokens from the start.
 
-        Each width is a program to compile: so the first programs of long prompts, and the first
-        steps, have the same width as the last ones.
+        Each width is a program to compile. With this the first programs of long prompts, and the
+        first steps, have the same width as the last ones.
         """
         limit = None if self.shrinks else self._longest_row
         slots = tokens if limit is None else min(tokens, limit)
@@ -320,8 +320,8 @@ class Reservation:
     def table_width(self, slots: int, *, steps: bool = False) -> int:
         """Returns the pages of a row in the compiled page table if the longest row has `slots`.
 
-        Steps run after the cut of their prompts: they need only what is left, and temporary arrays
-        with a number per slot of the table (scores, rows to be cut) are that much smaller.
+        Steps run after their prompts are cut, so they need a narrower table, which makes temporary
+        arrays with a number per slot of the table (scores, rows to be cut) smaller.
         """
         expected = self._expected_slots
         if steps and self._longest_row is not None:

@@ -3,7 +3,7 @@
 No work on the host scales with the number of tokens: pages are reserved before each program
 (`runner.reservation`), C decode steps are one program, and their results are one transfer. The page
 table of steps stays on the device, and only its changes are sent (it has 11 MB for 256 sequences of
-8,448 tokens of Qwen2.5-1.5B). A program is launched, and collected later, when others are in
+8,448 tokens of Qwen2.5-1.5B). A program is launched, and collected later, while others are in
 flight.
 
 A prompt that several requests share is prefilled in one lane, whose sequence is copied to the
@@ -53,9 +53,9 @@ from dms_jax.model.caching import layer_page_bytes, page_bytes, state_bytes
 from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
-BLOCK_BYTES = 2**27  # of pages that are copied at a time, and held twice meanwhile
-HOST_BLOCK_BYTES = 2**24  # of pages that are copied to the host, or back, at a time
-CELLS = 2**13  # of the page table that are changed at a time; smaller tables are sent whole
+BLOCK_BYTES = 2**27  # of pages copied at a time; held twice meanwhile
+HOST_BLOCK_BYTES = 2**24  # of pages copied to or from the host at a time
+CELLS = 2**13  # cells of the page table changed at a time; smaller tables are sent whole
 
 
 _DONE = object()
@@ -68,7 +68,7 @@ class Extended:
     Attributes:
       results: its results, on the device until they are collected.
       entries: lane -> its entry in the program, and the number of its tokens.
-      rows: L * K if the tokens ran in one pass, and so all held a slot in each row at once, else 0.
+      rows: L * K if the tokens ran in one pass (all hold a slot in each row at once), else 0.
       cuts: whether the policy cuts rows after the last token of a prompt.
     """
 
@@ -80,8 +80,8 @@ class Extended:
     def usage(self) -> dict[int, tuple[list[int], int, int]]:
         """Waits for the program; returns the use of the cache by lane, summed over its rows.
 
-        That is the live slots after each token, the slots held at once (0 if the tokens ran one by
-        one), and the slots in use at the end, after any cut.
+        These are the live slots after each token, the slots held at once (0 if the tokens ran one
+        by one), and the slots in use at the end, after any cut.
         """
         live, found = np.asarray(self.results.live), {}
         before = np.asarray(self.results.before) if self.rows else np.zeros(len(live), int)
@@ -104,7 +104,7 @@ class StepsInFlight:
       end_tokens: token ids that end an answer.
       endless: Bool[B], lanes that ignore end tokens.
       tail: the values that the host must write, if it holds any.
-      table: the page table that it runs with, if so.
+      table: the page table that it runs with; None unless the host holds values.
       epochs: Int[B], those of `Reservation` when it was launched.
       error: why no more steps could be launched; None if all were.
     """
@@ -140,8 +140,8 @@ def build_batch(
 ) -> tuple[Int[np.ndarray, " b"], Int[np.ndarray, "b T"], Int[np.ndarray, " b"]]:
     """Returns the entries of a prefill program: lanes, padded tokens, counts.
 
-    There is an entry for each lane if lanes are fixed (on a mesh), otherwise at least one for each
-    lane that has tokens. Unused entries have lane `num_lanes`, which does not exist.
+    On a mesh lanes are fixed, and each has an entry; otherwise there is at least one entry for each
+    lane with tokens. Unused entries have lane `num_lanes`, which does not exist.
 
     Raises:
       ValueError: there are more tokens than places.
@@ -171,9 +171,9 @@ class Runner:
       slots: the adapters that requests choose from; None if the model has one or none.
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
-      num_shards: number of devices with pages of their own.
-      page_bytes: bytes of a page, keys, values and what a policy keeps with them.
-      data_shards: number of parts of the lanes, each with pages on devices of its own.
+      num_shards: number of devices with separate pages.
+      page_bytes: bytes of a page: keys, values and the policy's state per page.
+      data_shards: number of groups of lanes, each with pages on separate devices.
       reservation: the pages and lengths of the rows.
       prefixes: the cached prefixes, in pages that no row needs.
       hidden: [B, E] on the device, the hidden state of the last prefilled token of each lane.
@@ -206,7 +206,7 @@ class Runner:
         self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         self.hidden: Any = None
-        self._table: jax.Array | None = None  # of steps, on the device
+        self._table: jax.Array | None = None  # page table of steps, on the device
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -250,8 +250,7 @@ class Runner:
         """A context in which programs run. If one fails, the cache is freed.
 
         `dirty` is set from before the first program until after the last, and while there is no
-        cache: the next call makes a new one. Failures for lack of device memory raise
-        OutOfMemoryError.
+        cache; the next call creates a new one. Lack of device memory raises OutOfMemoryError.
         """
         return Working(self)
 
@@ -281,9 +280,9 @@ class Runner:
             )
             with fits_device(
                 f"The device has no room for a cache of {num_pages} pages "
-                f"({num_pages * self.page_bytes:,} bytes). Give it less (memory=)."
+                f"({num_pages * self.page_bytes:,} bytes). Give it less (`memory`)."
             ):
-                # Otherwise the first program would find out that it does not fit.
+                # Otherwise only the first program would fail for lack of memory.
                 self.cache = jax.block_until_ready(make())
         if on_host:
             self.host = HostValues(
@@ -317,12 +316,13 @@ class Runner:
         self._adapter_of = list(self.slots.names[:1]) * self._shape[0] if self.slots else []
 
     def _set_shards(self) -> None:
-        """Counts the devices with lanes and pages of their own under the model's mesh."""
+        """Counts the devices with separate lanes and pages under the model's mesh."""
         num_lanes, config = self._shape[0], self.model.config
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self.data_shards = sharding.axis_size(data) if data else 1
-            # A subset of the lanes could be sharded over other devices than those with its pages.
+            # Sharding a subset of the lanes could move lanes away from the devices with their
+            # pages.
             self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
         self.num_shards = self.data_shards * head_shards
@@ -415,7 +415,7 @@ class Runner:
 
     @property
     def cached(self) -> tuple[Any, ...]:
-        """What programs over the cache take first: weights, the cache, values in host memory."""
+        """The first arguments of programs over the cache: weights, cache, values in host memory."""
         host = None if self.host is None else self.host.rows
         return self.model.transformer, self.cache, host
 
@@ -427,10 +427,10 @@ class Runner:
         )
         ends = np.zeros(num_lanes + 1, bool)
         ends[list(batch.ends_prompt)] = True
-        # Where no prompt ends, no layer has code to cut one.
+        # If no prompt ends, compile no code that cuts rows.
         cut = ends[lanes] if batch.ends_prompt and cuts_prompts(self.policy, shape) else None
         rows = None if self.fixed_lanes else lanes
-        # A copy: the allocator changes its own while the program runs.
+        # A copy: the allocator changes its table while the program runs.
         table = self.reservation.table()[:, np.minimum(lanes, num_lanes - 1)]
         table[:, lanes == num_lanes] = self.reservation.allocator.no_page
         given = table, rows, tokens, counts, cut
@@ -472,8 +472,8 @@ class Runner:
         """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
         Args:
-          tokens: each lane's newest token (int32), not cached yet. A lane whose newest token is an
-            end token is idle.
+          tokens: each lane's newest token (int32), not cached yet. A lane is idle if that is an end
+            token.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
           seeds: see `programs.request_keys`.
           rule: sampling settings, or the tokens to look up instead of drawing.
@@ -508,7 +508,7 @@ class Runner:
     ) -> StepsInFlight:
         """Launches up to C decode steps whose tokens are drawn under masks.
 
-        It returns when the tokens of the last step but one are known.
+        Returns when the tokens of the last step but one are known.
 
         Args:
           tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
@@ -549,7 +549,7 @@ class Runner:
     ) -> tuple[jax.Array, Int[np.ndarray, "L B K M"] | None]:
         """Returns the page table of steps on the device, and on the host if values are there.
 
-        Only changed cells are sent, unless they are many or the width has changed.
+        Sends only the changed cells, unless they are many or the width has changed.
         """
         table = self.reservation.table(stepping=stepping)
         changes = self.reservation.allocator.take_changes()
@@ -585,7 +585,7 @@ class Runner:
         table: Int[np.ndarray, "L B K M"] | None,
         error: GrammarError | None = None,
     ) -> StepsInFlight:
-        """Counts steps that were launched; see `StepsInFlight`."""
+        """Records launched steps; returns them as `StepsInFlight`."""
         self.reservation.add_steps(most)
         epochs = self.reservation.epochs
         return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs, error)
@@ -620,9 +620,9 @@ class Runner:
     def fork(self, source_of: Mapping[int, int]) -> None:
         """Copies sequences to empty lanes, with the policy's state.
 
-        Pages are copied block by block, a call of one program each, between pages of one device
-        only. A loop of a traced length in the program would hold the host up on a GPU until the
-        last page is copied, and first tokens too.
+        Pages are copied block by block, one program call per block, within one device only. On a
+        GPU a loop of traced length in one program would block the host until the last page is
+        copied, and first tokens too.
 
         Args:
           source_of: lane -> the lane whose sequence it copies, on the same devices.
@@ -674,7 +674,7 @@ class Runner:
 
         Args:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
-          tokens: the newest token of every lane; it stays that of the other lanes.
+          tokens: the newest token of every lane; other lanes keep it.
           seeds: see `programs.request_keys`.
           rule: as in `decode`.
         """
@@ -714,7 +714,7 @@ class Runner:
         given = np.int32(lane), lengths.astype(np.int32), np.int32(tokens), rows
         self.cache = programs.load_lane(self.cache, *given)
         self.reservation.set_lengths_of(lane, lengths)
-        self.seen = self.seen.copy()  # a program in flight may use the old
+        self.seen = self.seen.copy()  # a program in flight may use the old array
         self.seen[lane] = tokens
 
     def copy_pages(self, sources: Int[np.ndarray, " n"], targets: Int[np.ndarray, " n"]) -> None:

@@ -16,8 +16,8 @@ Tokens are sampled without sorting, each quantity in one pass over the vocabular
 
     the largest logit  ->  sums of blocks, from which tokens are drawn  ->  which of them are kept
 
-With a large top-p few draws are rejected, and no threshold is needed. Where few tokens may be kept,
-the least likely of them is searched for.
+With a large top-p few draws are rejected, and no threshold is needed. If few tokens may be kept, a
+search finds the least likely of them.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ from dms_jax.errors import ConfigError
 from dms_jax.generation.grammar import BITS, Grammar, Opening
 from dms_jax.ranking import least_kept, sums_of_some
 
-# The smallest normal number. A device may flush smaller ones to zero, among them the inverse that
-# it multiplies by in place of a division.
+# The smallest normal number. A device may flush smaller ones to zero, also the inverse with which
+# it replaces a division.
 SMALLEST = float(np.finfo(np.float32).tiny)
-# More tokens than any vocabulary has.
+# Larger than any vocabulary.
 _ALL = 2**31 - 1
 # The smallest top-p for which `try_tokens` needs few trials.
 _LEAST_TRIED = 0.75
@@ -63,17 +63,17 @@ class Filter:
     """The part of `Sampling` that shapes the distribution, as numbers that fit float32.
 
     Compiled code depends on which filters are on, on whether tokens are searched for (top-k, and
-    top-p below 0.75), and on what is returned; the values are inputs, so another temperature
+    top-p below 0.75), and on the requested results; the values are inputs, so another temperature
     compiles nothing. Each value is a number for all lanes, or an array [B, 1].
 
     Attributes:
       temperature: clipped so that it and its inverse are normal float32 numbers.
       top_k: see `Sampling`; a number larger than any vocabulary if it is off.
-      top_p: see `Sampling`; infinite if it is off, which it also is if it rounds to 1 in float32.
+      top_p: see `Sampling`; infinite if it is off or rounds to 1 in float32.
       log_min_p: logarithm of `min_p`, which float32 can represent even where `min_p` underflows.
-      greedy: Bool[B], lanes that take the most likely token among others that draw; None if all
-        lanes do the same.
-      searched: Bool[B], lanes whose tokens are searched for, likewise.
+      greedy: Bool[B], lanes that take the most likely token while others draw; None if all lanes do
+        the same.
+      searched: Bool[B], lanes whose tokens are searched for; None if all lanes do the same.
       switches: which filters are on.
       logprobs: whether programs return log-probabilities.
       allowed: Int[B, words], the tokens that grammars allow, a bit each (`grammar.TokenMasks`);
@@ -93,7 +93,7 @@ class Filter:
 
 @struct.dataclass
 class Given:
-    """Tokens that are given and scored, where a `Filter` would have them drawn.
+    """Tokens that are given and scored, not drawn under a `Filter`.
 
     Attributes:
       tokens: Int[n, B], the next tokens of each lane.
@@ -115,15 +115,15 @@ class Sampling(Options):
       stop: strings that end a request; they are cut off the text. Special tokens are not text; the
         end tokens are those of the checkpoint (generation_config.json).
       seed: one seed for all requests, or one for each. The draws of a request depend on its seed,
-        its positions, and how many equal prompts come before it in the call (so that copies of a
+        its positions, and the number of equal prompts before it in the call (so that copies of a
         prompt become different chains), not on the rest of the batch. The answer can depend on it
         through rounding, in bfloat16 and on a GPU: the module docstring says how often.
       logprobs: return the model's log-probability of each new token (before temperature, filters
         and grammar).
-      grammar: what the answer must match, or begin with (`dms_jax.generation.grammar`); tokens that
-        it does not allow are left out before the other filters.
-      ignore_eos: whether the answer goes on behind end tokens, which are tokens like any other, as
-        benchmarks ask for that want answers of one length; not with a grammar, which they end.
+      grammar: the grammar that the answer must match, or the tokens it must begin with
+        (`dms_jax.generation.grammar`); other tokens are excluded before the other filters.
+      ignore_eos: whether end tokens are tokens like any other and do not end the answer, for
+        benchmarks that want answers of one length. Not with a grammar, which needs an end token.
     """
 
     temperature: Annotated[Number, Range(0), "0 is greedy"] = 1.0
@@ -141,7 +141,7 @@ class Sampling(Options):
         super().__post_init__()
         if self.ignore_eos and self.grammar is not None:
             raise ConfigError(
-                "Sampling: ignore_eos is not for an answer with a grammar, which an end token ends."
+                "Sampling: ignore_eos cannot be used with a grammar: an end token ends the answer."
             )
         if not all(self.stop_strings):
             raise ConfigError(f"Sampling: no stop string may be empty, got {show(self.stop)}.")
@@ -234,7 +234,8 @@ class LanesFilter:
         values["searched"] = [each.switches.search for each in filters]
         arrays: dict[str, np.ndarray] = {}
         for name, new in values.items():
-            arrays[name] = getattr(self._filter, name).copy()  # a program may still read the old
+            # a program may still read the old array
+            arrays[name] = getattr(self._filter, name).copy()
             arrays[name][lanes] = new
         self._filter = dataclasses.replace(self._filter, **arrays)
         return self._filter
@@ -246,10 +247,9 @@ class LanesFilter:
 # Tokens of a block, and blocks of a group; the vocabularies of common models are multiples of a
 # block.
 _BLOCK, _GROUP = 128, 32
-# Tokens that are drawn from all before one of them is taken: with the least top-p that is tried,
-# none of them is kept once in 4 billion draws. Random numbers have 8 million values. The
-# first few are looked at in every step, the others where none of these is kept: at a top-p of 0.95
-# in one of 600 steps of 256 lanes.
+# Trials per token: at the smallest top-p that uses trials, all of them are rejected once in 4
+# billion draws. Random numbers have 8 million values. Every step checks the first few trials, and
+# the others only if none of those is kept: at a top-p of 0.95 in one of 600 steps of 256 lanes.
 _TRIALS, _FIRST_TRIALS = 16, 4
 
 
@@ -314,13 +314,13 @@ def look_up(
 class Scaled(NamedTuple):
     """Logits relative to the largest, so that no temperature is too small to divide by.
 
-    They are computed anew wherever the vocabulary is read. Where several read one array XLA would
+    Every pass over the vocabulary recomputes them. If several passes read one array, XLA would
     write it to memory: for 256 lanes of 152K tokens as many bytes as all weights of a small model.
 
     Attributes:
       logits: the logits.
       peak: the largest of each row.
-      temperature: what the differences are divided by; one number, or one per row.
+      temperature: divisor of the differences; one number, or one per row.
     """
 
     logits: Float[Array, "B V"]
@@ -333,7 +333,7 @@ class Scaled(NamedTuple):
         return cls(logits, logits.max(-1, keepdims=True), temperature)
 
     def anew(self, *others: Array) -> tuple[Any, ...]:
-        """Returns (itself, *others) as arrays of their own to XLA."""
+        """Returns (self, *others) behind a barrier, so that XLA computes them again."""
         logits, peak, *same = jax.lax.optimization_barrier((self.logits, self.peak, *others))
         return Scaled(logits, peak, self.temperature), *same
 
@@ -353,7 +353,7 @@ class Scaled(NamedTuple):
 def draw_kept(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Array, " B"]:
     """Draws one of the tokens that the rule keeps per row; see `draw`.
 
-    Which ones these are is searched for only where few may be kept.
+    Searches for the kept tokens only if they may be few.
     """
 
     def search() -> Int[Array, " B"]:
@@ -369,10 +369,11 @@ def draw_kept(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Array
 
 
 def try_tokens(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Array, " B"]:
-    """Draws from all tokens until top-p keeps one; of as many as never occur, the most likely one.
+    """Draws from all tokens until top-p keeps one; takes the most likely if it keeps none.
 
-    The distribution is that over the tokens that are kept, and no others need to be known: a token
-    is kept if the more likely ones do not reach top-p, which one pass says of all that were drawn.
+    This rejection sampling draws from exactly the distribution over the kept tokens, without
+    knowing them: a token is kept if the more likely ones do not reach top-p, and one pass checks
+    all trials.
     """
     least = rule.log_min_p if rule.switches.min_p else None
     if not rule.switches.top_p:
@@ -382,7 +383,7 @@ def try_tokens(logits: Scaled, keys: Key[Array, " B"], rule: Filter) -> Int[Arra
 
     def first_kept(trials: slice) -> tuple[Int[Array, " B"], Shaped[Array, " B"]]:
         """Returns the first of some trials that is kept, and whether any is."""
-        # More likely than nothing are all tokens: the last sum is the total.
+        # For the last threshold (-inf) every token counts, so the last sum is the total.
         everything = jnp.full_like(drawn[:, :1], -jnp.inf)
         own, starts = logits.anew(jnp.concatenate([drawn[:, trials], everything], -1))
         weights = jnp.exp(own.numbers)
@@ -406,8 +407,8 @@ def draw(
     """Draws tokens, each of a probability proportional to exp(logit).
 
     First a group of blocks by its probability, then a block of the group, then a token of the
-    block: three random numbers a token, whatever the vocabulary, and one pass over it. The first
-    tokens do not depend on how many are drawn.
+    block: three random numbers per token and one pass over the vocabulary. The first tokens do not
+    depend on `count`.
 
     Args:
       logits: the logits.
@@ -423,7 +424,8 @@ def draw(
             numbers = jnp.where(numbers < floor, -jnp.inf, numbers)
         return jnp.exp(numbers)
 
-    # On a mesh each device has as many whole blocks: of others all logits would be gathered.
+    # On a mesh each device has the same number of whole blocks; otherwise all logits would be
+    # gathered.
     together = _BLOCK * sharding.axis_size(sharding.MODEL)
 
     def blocks_of(x: Float[Array, "B V"]) -> Float[Array, "B blocks n"]:
@@ -446,9 +448,9 @@ def draw(
 def _choose(weights: Float[Array, "B c n"], uniform: Float[Array, "B m"]) -> Int[Array, "B m"]:
     """Chooses an index by its weight, with a number between 0 and 1, less than 1.
 
-    It is the first at which the sum of the weights up to it exceeds that share of the total. An
-    index of weight 0 is never chosen: sums may be rounded differently from one index to the next,
-    so its own is not looked at.
+    This is the first index at which the cumulative weight exceeds that share of the total. An index
+    of weight 0 is never chosen: cumulative sums may be rounded differently from one index to the
+    next, so its own sum is ignored.
     """
     sums = jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)
     return jnp.argmax(sums > uniform[..., None] * sums.max(-1, keepdims=True), -1)
@@ -457,8 +459,8 @@ def _choose(weights: Float[Array, "B c n"], uniform: Float[Array, "B m"]) -> Int
 def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B V"]:
     """Sets the logits of excluded tokens to -inf: top-k, then top-p, then min-p.
 
-    Tokens of equal likelihood share a fate. Nothing is sorted: the least likely token that stays is
-    found by a search that reads the logits a few times.
+    Equally likely tokens are kept or excluded together. Nothing is sorted: a search that reads the
+    logits a few times finds the least likely token that stays.
 
     Args:
       logits: relative to the largest, so that none is far above 0.
@@ -468,8 +470,8 @@ def filter_logits(logits: Float[Array, "B V"], rule: Filter) -> Float[Array, "B 
         least = least_kept(logits, lambda x: jnp.ones_like(x, jnp.int32), rule.top_k)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if rule.switches.top_p:
-        # A token stays if the more likely ones do not reach top_p yet. The first always does, even
-        # where the device treats a tiny top_p as zero.
+        # A token stays if the more likely ones do not reach top_p yet. The first always stays, even
+        # if the device treats a tiny top_p as zero.
         budget = rule.top_p * jnp.exp(logits).sum(-1, keepdims=True)
         least = least_kept(logits, jnp.exp, jnp.maximum(budget, SMALLEST))
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -34,7 +34,7 @@ from dms_jax.generation.requests import OnTokens, Request, State, Update, record
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.text import TextTracker
 
-# Requests to consider for each free lane: some wait for prefixes that others prefill.
+# Requests to consider per free lane: some wait for prefixes that others prefill.
 LOOKED_AT = 4
 
 # Slots [L, K], or one number for all rows.
@@ -43,7 +43,7 @@ Slots = int | np.integer | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Finds lanes and pages for requests, or the error that explains why there are none.
+    """Finds lanes and pages for requests, or the error that explains their lack.
 
     Attributes:
       runner: the runner that owns the lanes and pages.
@@ -79,12 +79,12 @@ class Admission:
                 raise self.too_small(request, what)
 
     def least_slots(self, request: Request) -> int:
-        """Returns the slots that every row of a request needs at least to reach its end."""
+        """Returns a lower bound on the slots of each row that a request needs to reach its end."""
         slots = self._prompt_slots, self._first_slots, self._last_slots
         return max(each(request) for each in slots)
 
     def slots_alone(self, most: int) -> int:
-        """Returns the most slots, up to `most`, that an empty pool has for each row."""
+        """Returns the slots that an empty pool has for each row, at most `most`."""
         least = 0
         while least < most:
             middle = (least + most + 1) // 2
@@ -102,13 +102,13 @@ class Admission:
     ) -> collections.deque[int]:
         """Returns lanes for the first waiting requests if they all fit together, else none.
 
-        The result is that of `place` for each in turn, with a single query of the pool; `extra` is
-        updated likewise.
+        Equals `place` for each in turn, including the updates of `extra`, with a single query of
+        the pool.
         """
         lanes = self._free_lanes(taken)[: len(waiting)]
         together = extra.copy()
         for lane, request in zip(lanes, waiting, strict=False):
-            together[:, lane] = self._own(request)
+            together[:, lane] = self._unshared_slots(request)
         if not self.runner.reservation.fits(together, prompt=True):
             return collections.deque()
         extra[:] = together
@@ -116,7 +116,7 @@ class Admission:
 
     def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
         """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
-        needed = self._own(request)
+        needed = self._unshared_slots(request)
         shard_of = self.runner.reservation.allocator.shard_of
         for lane in self._open_lanes(taken):
             if request.base is not None and shard_of(lane) != shard_of(request.base):
@@ -132,7 +132,7 @@ class Admission:
 
         Args:
           running: lane -> its request.
-          prefills: lane -> what it prefills, if it does not decode yet.
+          prefills: lane -> its `Prefill`, if it does not decode yet.
         """
         extra = np.zeros(self.runner.reservation.allocator.reserved.shape, np.int64)
         following = [min(self.chunk, request.remaining) for request in running.values()]
@@ -163,13 +163,13 @@ class Admission:
         tokens = request.seen + len(request.before) + len(request.prompt) + len(request.generated)
         # A pool has no more pages than its lanes need for sequences of the length it is made for.
         beyond = request.max_length > runner.max_tokens
-        more = f"a larger max_tokens (it is {runner.max_tokens}), more" if beyond else "more"
+        more = f"a larger `max_tokens` (it is {runner.max_tokens}), more" if beyond else "more"
         return CapacityError(
             f"The cache cannot hold {what} of prompt {request.index} ({tokens} tokens so far) "
             f"even alone: it has {pages} pages of {runner.page_size} tokens"
             f"{' on each device' if runner.num_shards > 1 else ''} for {rows} "
-            f"rows (layers x KV heads). Give it {more} memory (memory=), a smaller chunk or "
-            "page_size, a shorter prompt, fewer max_new_tokens, or a policy that keeps less."
+            f"rows (layers x KV heads). Give it {more} memory (`memory`), a smaller `chunk` "
+            "or `page_size`, a shorter prompt, fewer `max_new_tokens`, or a policy that keeps less."
         )
 
     def _free_lanes(self, taken: Container[int]) -> list[int]:
@@ -189,15 +189,15 @@ class Admission:
                 lanes.append((-len(free), free[0]))
         return [lane for _, lane in sorted(lanes)]
 
-    def _own(self, request: Request) -> Slots:
+    def _unshared_slots(self, request: Request) -> Slots:
         """Returns the slots that a request needs beyond the pages that it shares with others."""
         return self._needed(request) - self.runner.prefixes.shared_slots(request)
 
     def _needed(self, request: Request) -> Slots:
         """Returns the slots of each row that must be free to admit a request.
 
-        They are those of its first chunks and, as it would be preempted before its first token
-        otherwise, the minimum of its prompt, with a chunk of steps unless the prompt is cut first.
+        They are the slots of its first chunks and the minimum of its prompt (with less it would be
+        preempted before its first token), plus a chunk of steps unless the prompt is cut first.
         """
         prompt = self._prompt_slots(request)
         if not self.runner.reservation.shrinks:
@@ -224,7 +224,7 @@ class Admission:
         return tokens if self.runner.reservation.shrinks else self._at_least(tokens)
 
     def _last_slots(self, request: Request) -> int:
-        """Returns the same by the end of the answer, if nothing ends it early.
+        """Returns a lower bound on a row's slots when its answer ends at full length.
 
         Its last token is not cached.
         """
@@ -253,11 +253,11 @@ class Scheduler:
       keep: whether sequences stay in the cache when their requests end.
 
     Attributes:
-      waiting: requests without a lane, in the order in which they are admitted.
+      waiting: requests without a lane, in order of admission.
       running: lane -> its request, oldest first.
       seeds: UInt32[B, 2], see `programs.request_keys`.
-      cancelled: indices of requests to end early; callbacks may add to them.
-      held_back: whether lanes were left free for requests whose prefixes were being read.
+      cancelled: indices of requests to end early; callbacks may add some.
+      held_back: whether lanes were left free for requests whose prefixes are in prefill.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class Scheduler:
         self.held_back = False
         self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
-        self._uncopied: dict[int, np.ndarray] = {}  # by lane, slots of a prompt; see `fork`
-        self._left: dict[int, Request] = {}  # by index, those of `waiting` that have left a lane
+        self._uncopied: dict[int, np.ndarray] = {}  # lane -> slots of a prompt; see `fork`
+        self._left: dict[int, Request] = {}  # index -> a waiting request that has left a lane
         self._keep = keep
         for request in requests:
             self._note(request)
@@ -391,13 +391,13 @@ class Scheduler:
             self.runner.fork(continued)
 
     def _prefill_of(self, request: Request, lane: int) -> Prefill:
-        """Returns what a request prefills; a preempted one recomputes its answer so far.
+        """Returns the `Prefill` of a request; a preempted one recomputes its answer so far.
 
-        That is recomputed as an answer if the policy distinguishes it from a prompt. The last token
-        of an answer is never in the cache.
+        It is recomputed as an answer if the policy distinguishes answers from prompts. The last
+        token of an answer is never in the cache.
         """
         policy, prompt, answer = self.runner.policy, request.before + request.prompt, []
-        key = None  # without a prompt, or with an answer after it, it is not shared
+        key = None  # no prompt, or an answer after it: not shared
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)
             key = prompt_key(policy, shard, request, prompt)
@@ -513,7 +513,7 @@ class Scheduler:
     def finish_and_notify(self, *, cancel: bool = True) -> None:
         """Ends requests and sends their updates, until these cancel no more.
 
-        What is cancelled while another chunk is in flight ends after it. `cancel`: see `finish`.
+        Requests cancelled while another chunk is in flight end after it. `cancel`: see `finish`.
         """
         self.finish(cancel=cancel)
         if self.notifier.on_tokens is None:
@@ -525,7 +525,7 @@ class Scheduler:
 
     @property
     def to_cancel(self) -> set[int]:
-        """The indices of requests to end now; one whose prompt others share ends after it."""
+        """The indices of requests to end now; one whose prompt others share ends later."""
         return self.cancelled and self.cancelled - self.prefill.spared(self.cancelled)
 
     def _cancelled_now(self) -> set[int]:
@@ -536,7 +536,8 @@ class Scheduler:
         """Ends queued requests that were cancelled or have unreported tokens; queues their updates.
 
         Only requests that left a lane have such tokens, so a queue of thousands is not scanned.
-        Their usage is what they held, or what their copy of a shared prompt would have held.
+        Their usage counts the slots they held, or that their copy of a shared prompt would have
+        held.
         """
         self._left = {
             index: each for index, each in self._left.items() if each.state is State.WAITING
@@ -552,7 +553,7 @@ class Scheduler:
             self.notifier.settle(request)
             if request.finish_reason is not None:
                 request.state = State.DONE
-                held = dict(cache_bytes=0, host_bytes=0)  # it never began
+                held = dict(cache_bytes=0, host_bytes=0)  # never started
                 if request.slots is not None:
                     held = self.runner.reservation.bytes_of(request.slots)
                 record_usage(request, cached=0, live=0, **held)
@@ -597,8 +598,8 @@ class _Pending:
 class Notifier:
     """Decides which requests have ended, decodes texts, records usage, and calls back.
 
-    A request that ends frees its lane at once (`Scheduler.finish`). This takes longer, and can wait
-    until the device is busy with the next programs.
+    A request that ends frees its lane at once (`Scheduler.finish`). Notifying takes longer, and can
+    wait until the device is busy with the next programs.
 
     Attributes:
       tracker: decodes the texts.
@@ -615,7 +616,7 @@ class Notifier:
     def settle(self, request: Request) -> None:
         """Sets the finish reason of a request whose new tokens end it, and queues its update."""
         text = None
-        if self.on_tokens is None or request.sampling.stop_strings:  # its text may be its end
+        if self.on_tokens is None or request.sampling.stop_strings:  # text may end it
             text = self.tracker.update(request)
         else:
             self.tracker.end(request)
@@ -633,7 +634,7 @@ class Notifier:
         collections.deque(self.notify_by_parts(), maxlen=0)
 
     def notify_by_parts(self) -> Iterator[None]:
-        """Does the same, a request at a time; when it is closed, the rest stays queued."""
+        """Like `notify`, one request at a time; closing the generator leaves the rest queued."""
         while self._ended:
             request, usage = self._ended[-1]
             record_usage(request, **usage)

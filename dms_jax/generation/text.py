@@ -7,8 +7,8 @@ windows. Each starts where an earlier one ended with a complete character:
     tokens   [ ... | s ... c | ... n ]        s: start of the window, c: committed so far
     committed text += decode(tokens[s:j])[len(decode(tokens[s:c])):]      for the last safe j <= n
 
-If the last committed token has a text of its own, the window starts with it (s = c - 1), and the
-length of that text is known.
+If the last committed token decodes alone, the window starts with it (s = c - 1), and the length of
+its text is known.
 
 An answer continues its prompt, so its first window begins with a token of the prompt: otherwise the
 indentation of a line of code would be lost. After a special token a new text starts.
@@ -28,7 +28,7 @@ from typing import Any
 from dms_jax.generation.requests import Request
 
 _INCOMPLETE = "\ufffd"
-# The most tokens that may be pending; then every complete character is committed.
+# The most pending tokens; beyond them every complete character is committed.
 _MOST_PENDING = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -56,7 +56,7 @@ class StopStrings:
         return max(self._matched, default=0)
 
     def find(self, more: str) -> int | None:
-        """Returns where the first stop string would begin if `more` came next, or None.
+        """Returns where the first stop string would begin if `more` were appended, or None.
 
         The position counts from the start of `more`, and is negative before it.
         """
@@ -228,7 +228,7 @@ class TextTracker:
             self.unfinished.pop()
 
     def begin(self, prompt: list[int], stops: tuple[str, ...] = ()) -> _Stream:
-        """Returns the state before the first token behind a prompt."""
+        """Returns the state before the first token after a prompt."""
         before = self._context(prompt)
         return _Stream(
             before,
@@ -240,13 +240,13 @@ class TextTracker:
     def length(self, stream: _Stream, tokens: list[int]) -> int:
         """Returns the length of the text of the tokens so far, parts of characters included."""
         self._commit(stream, tokens, len(tokens))
-        return len(stream.text) + len(self._behind(stream, tokens, len(tokens)))
+        return len(stream.text) + len(self._uncommitted(stream, tokens, len(tokens)))
 
     def _context(self, prompt: list[int]) -> list[int]:
         """Returns the prompt tokens with which the first window begins; none after a special one.
 
-        It is the last token with a text of its own, which a byte token does not have; for a prompt
-        of byte tokens alone, as many of the last ones as form characters.
+        That is the last token that decodes alone, which a byte token does not; for a prompt of byte
+        tokens only, the last tokens that form whole characters.
         """
         bytes_behind: list[int] = []
         for token in prompt[: -_MOST_PENDING - 1 : -1]:
@@ -256,7 +256,7 @@ class TextTracker:
             if self._length_alone(token):
                 return [token]
             bytes_behind.insert(0, token)
-        for cut in range(min(4, len(bytes_behind))):  # perhaps in the middle of a character
+        for cut in range(min(4, len(bytes_behind))):  # may start in the middle of a character
             if _INCOMPLETE not in self._decode(bytes_behind[cut:]):
                 return bytes_behind[cut:]
         return []
@@ -266,9 +266,9 @@ class TextTracker:
 
     def _text(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the text of tokens[:end], incomplete characters included."""
-        return stream.text + self._behind(stream, tokens, end)
+        return stream.text + self._uncommitted(stream, tokens, end)
 
-    def _behind(self, stream: _Stream, tokens: list[int], end: int) -> str:
+    def _uncommitted(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the part of the text of tokens[:end] that is not committed."""
         window = tokens[max(stream.start, 0) : end]
         if stream.start >= 0:
@@ -283,7 +283,7 @@ class TextTracker:
         end = most
         while end > stream.committed:
             if not self._may_continue(tokens[end - 1]):
-                text = self._behind(stream, tokens, end)
+                text = self._uncommitted(stream, tokens, end)
                 if not text.endswith(_INCOMPLETE):
                     break
             end -= 1
@@ -307,7 +307,7 @@ class TextTracker:
         A character has at most four byte tokens; if none of the last four ends one, all are taken.
         """
         ends = range(most, most - 4, -1)
-        texts = [(end, self._behind(stream, tokens, end)) for end in ends]
+        texts = [(end, self._uncommitted(stream, tokens, end)) for end in ends]
         return next((each for each in texts if not each[1].endswith(_INCOMPLETE)), texts[0])
 
     def _may_continue(self, token: int) -> bool:
@@ -337,40 +337,40 @@ class TextTracker:
         """Returns the fewest tokens whose text contains a stop string, and the text before it.
 
         The result does not depend on chunks: every token is checked as if it came alone. With
-        `final` no more tokens come, and an incomplete character stays so.
+        `final` no more tokens come, so an incomplete character stays incomplete.
         """
-        behind = self._behind(stream, tokens, len(tokens))
+        uncommitted = self._uncommitted(stream, tokens, len(tokens))
         # A stop string may appear and vanish while a character is incomplete. With many pending
-        # tokens, what is committed depends on where it is checked.
+        # tokens, the committed text depends on where it is checked.
         few = len(tokens) - stream.committed <= _MOST_PENDING
-        if few and _INCOMPLETE not in behind and stream.stops.find(behind) is None:
+        if few and _INCOMPLETE not in uncommitted and stream.stops.find(uncommitted) is None:
             return None
         first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1
         for end in range(first, len(tokens) + 1):
-            known = self._known(stream, tokens, end)
+            known = self._certain(stream, tokens, end)
             if final and end == len(tokens):
-                known = self._behind(stream, tokens, end)
+                known = self._uncommitted(stream, tokens, end)
             position = stream.stops.find(known)
             if position is not None:
                 return end, (stream.text + known)[: len(stream.text) + position]
             self._commit(stream, tokens, end)  # so that the next window is short
         return None
 
-    def _known(self, stream: _Stream, tokens: list[int], end: int) -> str:
+    def _certain(self, stream: _Stream, tokens: list[int], end: int) -> str:
         """Returns the certain part of the uncommitted text of tokens[:end].
 
-        U+FFFD at its end may be the start of a character: one for each token of a run of byte
-        tokens, which is decoded as a whole, else a single one.
+        U+FFFD at its end may be the start of a character: one U+FFFD per token of a run of byte
+        tokens, which is decoded as a whole, otherwise a single one.
         """
-        behind = self._behind(stream, tokens, end)
-        complete = behind.rstrip(_INCOMPLETE)
-        if complete == behind:
-            return behind
+        uncommitted = self._uncommitted(stream, tokens, end)
+        complete = uncommitted.rstrip(_INCOMPLETE)
+        if complete == uncommitted:
+            return uncommitted
         window = reversed(tokens[max(stream.start, 0) : end])
         run = itertools.takewhile(self._may_continue, window)
         most = max(1, sum(map(self._is_byte, run)))
-        known = behind[: max(len(complete), len(behind) - most)]
-        if end - stream.committed > _MOST_PENDING:  # what is committed then is known
+        known = uncommitted[: max(len(complete), len(uncommitted) - most)]
+        if end - stream.committed > _MOST_PENDING:  # then all committed text is known
             known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
         return known
 
@@ -392,7 +392,7 @@ class TextOffsets:
         self._tracker = TextTracker(tokenizer, ())
         self._stream = None if tokenizer is None else self._tracker.begin(prompt)
         self._length = 0
-        self._part, self._begins = b"", 0  # the bytes of an incomplete character, and its place
+        self._part, self._begins = b"", 0  # bytes of an incomplete character, and its offset
 
     def add(self, tokens: Iterable[int]) -> list[int]:
         """Returns the offsets of the next tokens."""

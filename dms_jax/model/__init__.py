@@ -1,1 +1,1 @@
-"""The transformer of the Llama and Qwen families."""
+"""The transformer of all supported families."""

@@ -11,9 +11,9 @@ adapters of a model are stacked, and every token carries the number of its adapt
                                  and 0 in those of the others
 
 So updates of any ranks act as one update whose rank is their sum: nothing is gathered by token, and
-weights are read once for all lanes of a step. The time of these products grows with the number of
-adapters; rank 16 at width 2,048 costs 1% of a projection. The decision heads of all adapters are
-computed, and each token selects its logits.
+a step reads the weights once for all lanes. The time of these products grows with the number of
+adapters; rank 16 at width 2,048 costs 1% of a projection. All decision heads are computed, and each
+token selects its logits.
 """
 
 import dataclasses
@@ -44,13 +44,13 @@ _HEAD = ("layers", "adapter")
 
 @dataclasses.dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter without the model that it belongs to.
+    """An adapter without its model.
 
     Attributes:
       policy: the policy that it was trained for.
       shape: the shape of its decision head; None if it has none.
       low_rank: the size of its low-rank updates; None if it has none.
-      arrays: its parameters, by their paths in a transformer that has this adapter alone.
+      arrays: its parameters, by path in a transformer with only this adapter.
     """
 
     policy: Policy
@@ -60,7 +60,7 @@ class AdapterWeights:
 
     @classmethod
     def of(cls, model: LanguageModel) -> "AdapterWeights":
-        """Returns the adapter of a model, as `load(..., adapter=...)` or `retrofit` gives one."""
+        """Returns the adapter of a model from `load(..., adapter=...)` or `retrofit`."""
         arrays = low_rank.arrays_of(model.transformer)
         return cls(
             model.policy,
@@ -70,7 +70,7 @@ class AdapterWeights:
         )
 
     def without_head(self) -> "AdapterWeights":
-        """Returns its low-rank updates alone, for a policy that reads no head."""
+        """Returns only its low-rank updates, for a policy that reads no head."""
         left = {path: array for path, array in self.arrays.items() if path[:2] != _HEAD}
         return dataclasses.replace(self, shape=None, arrays=left)
 
@@ -86,12 +86,12 @@ class AdapterWeights:
 
 
 def is_of_adapter(path: Path) -> bool:
-    """Whether the parameter at this path is of a decision head or of a low-rank update."""
+    """Whether the parameter at this path belongs to a decision head or a low-rank update."""
     return path[:2] == _HEAD or low_rank.is_factor(path)
 
 
 def zeros_keep_all(policy: Policy) -> bool:
-    """Whether a decision head of zeros evicts nothing: a model without one can take its part."""
+    """Whether a decision head of zeros evicts nothing, so that a model can run without one."""
     return isinstance(policy, DMS) and policy.decisions == "threshold" and policy.alpha_offset >= 0
 
 
@@ -107,9 +107,9 @@ class Slots:
     """The adapters of a model, by slot.
 
     Attributes:
-      names: their names; None for the model as it is.
-      adapters: those in the slots; an empty one leaves the model as it is.
-      ranks: columns that each slot has, at least as many as its adapter.
+      names: their names; None for the plain model.
+      adapters: the adapter of each slot; an empty one is the plain model.
+      ranks: columns of each slot, at least the rank of its adapter.
     """
 
     names: tuple[str | None, ...]
@@ -118,15 +118,15 @@ class Slots:
 
     @classmethod
     def of(cls, adapters: Mapping[str | None, AdapterWeights]) -> "Slots":
-        """Returns slots as large as their adapters."""
+        """Returns slots of the sizes of their adapters."""
         each = tuple(adapters.values())
         return cls(tuple(adapters), each, tuple(one.rank for one in each))
 
     def replaced(self, name: str | None, adapter: AdapterWeights) -> "Slots":
-        """Returns the slots with another adapter in the place of one.
+        """Returns the slots with one adapter replaced.
 
         Raises:
-          ConfigError: it does not fit: other programs would be needed.
+          ConfigError: the adapter does not fit, as it would need new programs.
         """
         slot = self.names.index(name)
         if adapter.rank > self.ranks[slot]:
@@ -139,7 +139,7 @@ class Slots:
         return dataclasses.replace(self, adapters=adapters)
 
     def lanes(self, names: Sequence[str | None]) -> LaneAdapters:
-        """Returns the adapters of lanes, given by name, as programs take them."""
+        """Converts adapters of lanes, given by name, to an argument of programs."""
         slots = np.array([self.names.index(name) for name in names], np.int32)
         ends = np.cumsum([0, *self.ranks])
         scales = np.zeros((len(self.ranks), ends[-1]), jax.dtypes.canonicalize_dtype(float))
@@ -158,7 +158,7 @@ class Slots:
         }
         config, mesh, rank = model.config, model.mesh, sum(self.ranks)
         shape = next((each.shape for each in self.adapters if each.shape is not None), None)
-        of_all = LowRank(rank, alpha=float(rank)) if rank else None  # scales are the lanes'
+        of_all = LowRank(rank, alpha=float(rank)) if rank else None  # lanes have the scales
         abstract = low_rank.skeleton(config, adapter=shape, low_rank=of_all)
         if shape is not None:
             options = dict(stack=(config.num_layers,), dtype=jnp.float32)
@@ -186,7 +186,7 @@ class Slots:
         found = [each.arrays.get(path) for each in self.adapters]
         dtype = jnp.result_type(*(own.dtype for own in found if own is not None))
         if is_head:
-            fresh = np.ones if path[-1] == "scale" else np.zeros  # of a norm
+            fresh = np.ones if path[-1] == "scale" else np.zeros  # "scale" belongs to a norm
             none = fresh((shape[0], *shape[2:]), dtype)
             parts = [none if own is None else np.asarray(own, dtype) for own in found]
             return np.stack(parts, axis=1)
@@ -217,23 +217,23 @@ class Heads(nnx.Module):
     def __call__(
         self, residual: Float[Array, "B T E"], slots: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B K T"], Float[Array, "B K T"] | None]:
-        """Returns the logits of each token's own head, and the late ones if there are any."""
+        """Returns the logits of each token's head, and the late logits if there are any."""
         each, x = self.each, residual.astype(jnp.promote_types(residual.dtype, jnp.float32))
         x = rms_norm(x, each.norm.scale[...][slots], each.norm.epsilon)
         if each.hidden is not None:
-            x = jax.nn.gelu(_own(each.hidden, x, slots))
-        late = None if each.late is None else jnp.swapaxes(_own(each.late, x, slots), 1, 2)
-        return jnp.swapaxes(_own(each.proj, x, slots), 1, 2), late
+            x = jax.nn.gelu(_multiply(each.hidden, x, slots))
+        late = None if each.late is None else jnp.swapaxes(_multiply(each.late, x, slots), 1, 2)
+        return jnp.swapaxes(_multiply(each.proj, x, slots), 1, 2), late
 
 
-def _own(
+def _multiply(
     linear: Linear, x: Float[Array, "B T n"], slots: Int[Array, "B T"]
 ) -> Float[Array, "B T m"]:
-    """Returns each token's product with the matrix [slots, n, m] of its own."""
+    """Returns each token's product with its slot's matrix of [slots, n, m]."""
     kernel = linear.kernel[...].astype(x.dtype)
     if x.shape[1] > 1:
         y = jnp.einsum("BTn,snm->BTsm", x, kernel)
-    else:  # see `layers.Adapter`: a sum, which a library is slow at
+    else:  # a sum, faster than a library's product here; see `layers.Adapter`
         y = (x[..., None, None, :] * jnp.swapaxes(kernel, 1, 2)).sum(-1)
     if linear.bias is not None:
         y += linear.bias[...].astype(x.dtype)

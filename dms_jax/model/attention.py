@@ -71,7 +71,8 @@ class Attention(nnx.Module):
 
         Args:
           x: the inputs.
-          scales: of each token, where several adapters have low-rank updates (`model.adapters`).
+          scales: scales of each token, if several adapters have low-rank updates
+            (`model.adapters`).
         """
         grouped = self._normed(_product(self.qkv_proj, x, scales))
         q = grouped[..., :-2, :].reshape(*x.shape[:2], -1, grouped.shape[-1])
@@ -86,8 +87,8 @@ class Attention(nnx.Module):
     def _normed(self, grouped: Float[Array, "B T K n D"]) -> Float[Array, "B T K n D"]:
         """Applies the norms of queries and keys, if there are any.
 
-        Norms all heads in place, in one pass; values stay as they are. Taking queries and keys
-        apart first would cost a GPU two slices and two norms in every step.
+        Norms all heads in place, in one pass; values do not change. Splitting queries and keys
+        first would cost a GPU two slices and two norms in every step.
         """
         if self.q_norm is None or self.k_norm is None:
             return grouped
@@ -105,7 +106,7 @@ class Attention(nnx.Module):
 
 
 def _product(projection: Any, x: Array, scales: Array | None) -> Array:
-    """Returns a projection; only one with low-rank updates takes scales."""
+    """Returns a projection; only projections with low-rank updates take scales."""
     return projection(x) if scales is None else projection(x, scales)
 
 
@@ -114,11 +115,11 @@ class Relaxation:
     """Settings of the soft decisions of training.
 
     Attributes:
-      noise_keys: random key of each sequence's logistic noise [B], from which every layer draws its
-        own; None for no noise.
-      neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit;
-        nothing is evicted then. None after that, when decisions take effect.
-      supervised: whether decisions learn from attention; nothing is evicted then.
+      noise_keys: random key of each sequence's logistic noise [B], from which every layer derives
+        one; None for no noise.
+      neuron_scale: factor on the borrowed neuron while it decays to zero before the retrofit,
+        without evictions. None after that, when decisions take effect.
+      supervised: whether decisions learn from attention, without evictions.
     """
 
     noise_keys: Any = None
@@ -136,8 +137,7 @@ def rotate(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
     """Returns rotated queries and keys, with the borrowed neurons multiplied by `scale`.
 
-    In a row that is split over devices, queries are the shard's own, and keys are those of all
-    shards.
+    If rows are split over devices, queries are the shard's, and keys those of all shards.
     """
     q, k = policy.clear_borrowed(chunk.tokens.q, chunk.tokens.k, scale)
     q, k = apply_rope(q, *of_own_tokens(row, chunk.rotation)), apply_rope(k, *chunk.rotation)
@@ -163,7 +163,7 @@ def attend_sequences(
       tokens: all tokens of the sequences, or a shard's.
       rotation: cos and sin of the positions of all tokens.
       static: properties of the pass, of which only the scale and the soft cap are used.
-      sinks: the layer's logit of each query head that takes a share of its softmax.
+      sinks: the layer's sink logit of each query head, which takes part in its softmax.
       segment_ids: ids of the documents packed into each sequence; None for one document.
       relaxation: settings of the soft decisions of training; None for hard decisions.
       marks: recorded hard decisions to replay in place of the policy's own.
@@ -205,8 +205,7 @@ def attend_sequences(
     elif relaxation is not None:
         noise = jnp.zeros(shape, wide)
         if relaxation.noise_keys is not None:
-            # One draw per sequence: the noise does not depend on how sequences are split or
-            # batched.
+            # One draw per sequence, so the noise does not depend on splitting or batching.
             noise = jax.vmap(
                 lambda key: logistic_noise(jax.random.fold_in(key, tokens.layer), shape[1:], wide)
             )(relaxation.noise_keys)
@@ -220,7 +219,7 @@ def attend_sequences(
         bias = jnp.where(policy.evicted(chunk), -jnp.inf, jnp.zeros((), wide))
         numbers = _as_numbers(decisions, shape, wide)
     q, k = rotate(policy, chunk, scale_of_borrowed, row)
-    # Where nothing is decided the window covers every key, so that no tile reads the bias.
+    # Without decisions the window covers every key, so that no tile reads the bias.
     decided = decisions.marks is not None and not decaying and not supervised
     window = policy.visible_window if decided else num_tokens
     with jax.named_scope("attention"):
@@ -231,7 +230,7 @@ def attend_sequences(
 
 
 def _as_numbers(decisions: Decisions, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns the hard decisions as numbers; zeros for a policy that makes none from a token."""
+    """Returns the hard decisions as numbers; zeros for a policy without decisions."""
     return jnp.zeros(shape, dtype) if decisions.marks is None else decisions.marks.astype(dtype)
 
 
@@ -240,7 +239,7 @@ def _sharded_attention(
 ) -> Array:
     """Runs `retrofit_attention` per shard: sequences and KV heads are independent.
 
-    In a split row each piece of queries attends from its own place.
+    In a split row each piece of queries attends from its position.
     """
 
     def attend(q, k, v, bias, ids, starts, sinks):
@@ -286,7 +285,7 @@ def _sharded_attention(
 
 
 def _split_heads(tokens: Tokens) -> Tokens:
-    """Returns the tokens with query heads over `model` where it does not divide the KV heads.
+    """Returns the tokens with query heads over `model`, if it does not divide the KV heads.
 
     Their projection is then split within the heads (`sharding.TRAINING_RULES`).
     """
@@ -298,7 +297,7 @@ def _split_heads(tokens: Tokens) -> Tokens:
 
 
 def _repeats(num_heads: int, num_kv_heads: int) -> int:
-    """Returns how often each KV head is repeated, each for a part of its query heads.
+    """Returns the number of copies of each KV head, each for a part of its query heads.
 
     # 2 KV heads of 4 query heads, over 4 devices  Out: 2, so that each device has 2 query heads
     """

@@ -33,8 +33,9 @@ from pallas_kernels import DecodePlan, decode_attention, decode_plan, prefill_at
 class Attended:
     """The result of attention over a chunk.
 
-    `live` and `reads` are totals over the layer's KV heads, for each token of the chunk; after a
-    step None where they are the sums of `lengths`, which are computed for all layers at once.
+    `live` and `reads` are totals over the layer's KV heads, for each token of the chunk. After a
+    step they are None if they equal the sums of `lengths`, which are computed for all layers at
+    once.
     """
 
     out: Float[Array, "B T H D"] = struct.field(metadata=axes("sequences", "tokens", "heads"))
@@ -47,10 +48,9 @@ class Attended:
 def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
     """Returns whether a compiled chunk of `num_tokens` attends in one pass, not token by token.
 
-    Tokens before which nothing is evicted (`Policy.kept_whole`) may do so in any case.
-
-    A chunk of one token is a decode step where prompts and answers are treated alike. A prompt
-    with full attention (Quest) keeps it even in chunks of one token.
+    Tokens before any eviction (`Policy.kept_whole`) always may. A chunk of one token is a decode
+    step if prompts and answers are treated in the same way. A prompt with full attention (Quest)
+    keeps it even in chunks of one token.
     """
     if policy.parallel == "always":
         return num_tokens > 1
@@ -58,11 +58,10 @@ def in_one_pass(policy: Policy, num_tokens: int, *, prompt: bool) -> bool:
 
 
 def plan_steps(cache: Cache, counts: Int[Array, " B"]) -> DecodePlan:
-    """Returns the plan of one token's attention in every layer, made at once.
+    """Returns the plan of one token's attention, for all layers at once.
 
-    What a token evicts is known only in its layer, so each row is planned with one slot more than
-    it has. On a mesh each device plans its own rows, and the arrays of their plans are
-    concatenated.
+    Evictions are known only inside a layer, so each row is planned with one slot more than it has.
+    On a mesh each device plans its own rows, and the plans' arrays are concatenated.
     """
     num_layers, _, _, columns = cache.page_table.shape
     lengths = jnp.where(counts[:, None] > 0, cache.lengths + 1, 0)
@@ -102,8 +101,8 @@ def attend_cached(
       cache: the pool and the layer's policy state.
       tokens: projections of the chunk's tokens in this layer.
       chunk: the other properties of the chunk; its own tokens and decisions are ignored.
-      one_pass: whether all tokens attend at once, not one after the other; see `in_one_pass`.
-      host: the values in host memory if this layer's are there; never under a mesh.
+      one_pass: whether all tokens attend in one pass, not one by one; see `in_one_pass`.
+      host: the values in host memory, if this layer's are there; never on a mesh.
     """
     chunk = dataclasses.replace(
         chunk,
@@ -115,7 +114,7 @@ def attend_cached(
         return attend(cache, chunk)
     data, model = sharding.row_axes(*chunk.lengths.shape)
     plan, chunk = chunk.plan, dataclasses.replace(chunk, plan=None)
-    result = jax.eval_shape(attend, cache, chunk)  # of all rows, for which there is no plan
+    result = jax.eval_shape(attend, cache, chunk)  # with all rows, which have no plan
     chunk = split_heads(chunk, model)
     specs = dataclasses.replace(
         partition(chunk, data, model), plan=cache_spec(("pages",), data, model)
@@ -147,9 +146,9 @@ def _attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A chunk that was written to the cache: rotated queries, and keys and values as stored.
+    """A chunk written to the cache: rotated queries, and keys and values as stored.
 
-    In a step, keys and values are only in the cache.
+    In a step, keys and values exist only in the cache.
     """
 
     cache: LayerCache
@@ -208,8 +207,8 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
     chunk = dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, one_pass=True))
     written = _write(policy, cache, chunk, host)
     # A prompt that will be cut is appended, so its earlier tokens are still in place, except the
-    # last victim, whose slot the first token may take: that one is masked. Reading them before the
-    # write would make the GPU compiler copy the pool in every layer.
+    # last victim, whose slot the first token may take; it is masked. Reading them before the write
+    # would make the GPU compiler copy the pool in every layer.
     before = written.cache.pool if policy.shrinks else cache.pool
     placement, q = written.placement, written.q
     assert written.k is not None
@@ -292,16 +291,16 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
 
 
 def _in_order(out: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-    """Returns attention's output and the cache that it has read, which may now be rewritten.
+    """Orders attention's read of the cache before later writes; returns its output and the cache.
 
-    Without an explicit order the GPU compiler copies the whole pool for one of the two.
+    Without an explicit order the GPU compiler copies the whole pool.
     """
     out, pool = jax.lax.optimization_barrier((out, cache.pool))
     return out, dataclasses.replace(cache, pool=pool)
 
 
 def in_use(lengths: Int[Array, "*L B K"], count: Int[Array, " B"]) -> Int[Array, "B 1"]:
-    """Returns the slots in use after a step, summed over a sequence's rows; 0 for an idle one."""
+    """Returns the slots in use after a step, summed over a sequence's rows; 0 if it is idle."""
     rows = tuple(axis for axis in range(lengths.ndim) if axis != lengths.ndim - 2)
     return jnp.where(count > 0, lengths.sum(rows, dtype=jnp.int32), 0)[:, None]
 

@@ -1,4 +1,4 @@
-"""Creation of empty caches, and the memory they need."""
+"""Creates empty caches, and computes their memory."""
 
 import dataclasses
 import math
@@ -35,18 +35,18 @@ def init_cache(
 
     Args:
       config: the model's configuration.
-      policy: the policy whose state is carried with the pool.
+      policy: the policy, whose state is carried with the pool.
       num_sequences: number of sequences that the cache can hold at a time (B).
       num_pages: number of pages of the pool over all devices (N).
       page_size: slots per page (P).
       table_width: number of pages that a row can address (M).
       dtype: floating-point type of keys, values and the policy's state.
       kv_dtype: "float8_e4m3" for keys and values in 8 bits, "int4" for 4, with their scales.
-      value_pages: number of first pages whose values are on the device; None for all.
+      value_pages: number of pages, from the first, whose values are on the device; None for all.
 
     Raises:
-      ConfigError: if the policy's state does not declare its axes (`sharding.axes`), or the cache
-        does not support that kv_dtype.
+      ConfigError: the policy's state does not declare its axes (`sharding.axes`), or the cache does
+        not support the kv_dtype.
     """
     vector, scales = stored_vector(config.head_dim, dtype, kv_dtype)
 
@@ -80,9 +80,9 @@ def init_cache(
 
 
 def init_state(config: ModelConfig, policy: Policy, shape: CacheShape) -> PolicyState:
-    """Returns the state of a layer's empty rows and of empty pages, of a model with this policy.
+    """Returns the policy's state of a layer's empty rows and of empty pages.
 
-    With windowed layers the rows' state is a `ByCache`; the state by page is that of the layers
+    With windowed layers the rows' state is a `ByCache`; the state by page belongs to the layers
     without a window.
     """
     state = policy.init_state(shape)
@@ -144,7 +144,7 @@ def cache_specs(cache: Cache, num_kv_heads: int) -> Any:
 def layer_footprints(
     config: ModelConfig, policy: Policy, tokens: int, **options: Any
 ) -> list[Footprint]:
-    """Returns what a row of each layer holds after `tokens` tokens; see `Policy.footprint`.
+    """Returns the footprint of a row of each layer after `tokens` tokens; see `Policy.footprint`.
 
     Raises:
       ConfigError: see `check_layers`.

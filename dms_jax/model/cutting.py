@@ -1,9 +1,9 @@
-"""Eviction by cutting rows to the slots that their policy keeps, which frees the pages after them.
+"""Eviction by cutting rows to the slots that their policy keeps, which frees pages.
 
 After a prompt, and between the tokens of a chunk, each layer cuts its own rows. After a decode step
-the rows of all layers are cut together, behind the last one: whether any row is due is then checked
-once per step, not once per layer, where the host would wait for the device each time, and a cut
-costs only what the due rows cost.
+the rows of all layers are cut together, after the last layer. So the check for due rows runs once
+per step; once per layer the host would wait for the device each time. And a cut costs only as much
+as its due rows.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, PolicyState, Rows
 from dms_jax.sharding import cache_spec, partition
 
-# Most numbers in the keys that one pass cuts after a decode step. A scorer holds several 32-bit
-# numbers for each of them: with 450 sequences of SmolLM2-135M a pass of ExpectedAttention took 4 GB
-# if their tables had 4,240 slots.
+# The most numbers in the keys that one pass cuts after a decode step. A scorer holds several 32-bit
+# numbers for each: with 450 sequences of SmolLM2-135M and page tables of 4,240 slots, a pass of
+# ExpectedAttention took 4 GB.
 MOST_NUMBERS = 1 << 25
 
 
@@ -53,16 +53,16 @@ def cut_layer(
 ) -> tuple[LayerCache, Int[Array, "B K"]]:
     """Cuts one layer's rows.
 
-    This is a loop of at most one iteration: where no sequence is due nothing is computed, and
-    unlike the branches of a conditional a loop updates the pool in place.
+    This is a loop of at most one iteration: if no sequence is due nothing is computed, and a loop,
+    unlike a conditional, updates the pool in place.
 
     Args:
-      policy: the policy that gives the retention mask (`Policy.survivors`).
+      policy: the policy, which returns the retention mask (`Policy.survivors`).
       cache: the pool and the layer's policy state.
       chunk: the most recent tokens.
       lengths: number of slots in use in each row.
       which: whether each sequence is cut.
-      dtype: floating-point type in which the policy sees keys and values.
+      dtype: floating-point type of the keys and values passed to the policy.
       q: rotated queries of the chunk; None after a decode step.
     """
 
@@ -98,8 +98,8 @@ def cut_layers(
 ) -> tuple[Pool, PolicyState, Int[Array, "L B K"], Int[Array, " B"]]:
     """Cuts the rows of all layers that are `due` after a decode step.
 
-    The last result is the number of entries that were read again for scoring: all slots in use of
-    the rows that were cut.
+    The last result is the number of entries read again for scoring: all slots in use of the cut
+    rows.
 
     Args:
       policy: the policy of all layers.
@@ -171,9 +171,9 @@ def _cut_due(
 ) -> tuple[LayerCache, Int[Array, "L B K"]]:
     """Cuts the due rows, a few (layer, sequence) pairs per pass, and touches nothing else.
 
-    A pass has as many pairs as there are sequences, or as `MOST_NUMBERS` allows. Sequences are
-    seldom due together: of 256 whose rows are cut every 16 tokens, 16 are in a step. A pair is a
-    batch of one sequence, so the pairs of a pass may be of different layers.
+    A pass has one pair per sequence, or fewer if `MOST_NUMBERS` requires. Sequences are seldom due
+    together: of 256 whose rows are cut every 16 tokens, 16 are due per step. A pair is a batch of
+    one sequence, so a pass may mix layers.
     """
     num_layers, batch = due.shape
     *_, page_size, head_dim = cache.pool.k_pages.shape

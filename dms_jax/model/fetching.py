@@ -2,9 +2,9 @@
 
     scores over all keys -> log-sum-exp -> the N largest of each query head -> their values -> sum
 
-A query head fetches N values of D numbers. Which ones depends on its scores, so the fetch cannot be
-part of the kernel that reads the keys. Where N differs by sequence, the values of whole rows are
-gathered and unselected ones weighed with zero: this measures the selection but saves no reads.
+A query head fetches N values of D numbers. They depend on its scores, so the fetch cannot be part
+of the kernel that reads the keys. If N differs by sequence, the values of whole rows are gathered
+and unselected ones get weight zero: this measures the selection but saves no reads.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from dms_jax.policies.values import Chunk, Reading
 from dms_jax.ranking import mark_largest
 from pallas_kernels import decode_attention, select_largest
 
-# Numbers of the values that are gathered at a time where whole rows are.
+# Numbers in the values gathered at a time from whole rows.
 MOST_NUMBERS = 1 << 25
 
 
@@ -34,16 +34,16 @@ def attend_to_fetched(
 
     An entry is a key and its value: reading only a key, or fetching a value, counts as half an
     entry, rounded up per row. Rows of at most N tokens are read in full, once. N is `fetch.top` of
-    the reading, or `fetch.counts` of each sequence if given; then values that are gathered and not
-    chosen do not count.
+    the reading, or `fetch.counts` of each sequence if given; in that case gathered but unselected
+    values do not count.
     """
     fetch, page_table, lengths = reading.fetch, reading.page_table, reading.lengths
     assert fetch is not None
     batch, num_kv_heads, _ = page_table.shape
     num_rows, head_dim = batch * num_kv_heads, q.shape[-1]
     table = page_table.reshape(num_rows, -1)
-    # The kernel attends to keys and values; given the keys as both, it reads only keys from memory
-    # (the second read of a tile hits the cache).
+    # The kernel attends to keys and values. With the keys passed as both, it reads only keys from
+    # memory (the second read of a tile hits the cache).
     _, lse, scores = decode_attention(
         pool.rotate(q).reshape(num_rows, -1, head_dim),
         pool.k_pages,
@@ -68,16 +68,16 @@ def attend_to_fetched(
         values = jnp.where(best[..., None] > -jnp.inf, values, 0).astype(scores.dtype)
         out = jnp.einsum("rgn,rgnd->rgd", weights, values)
     else:
-        assert host is None  # KCache refuses a share of values in host memory
+        assert host is None  # KCache refuses a ratio with values in host memory
         count = fetch.counts
-        out = _of_whole_rows(pool, q, scores, lse, reading)
+        out = _attend_whole_rows(pool, q, scores, lse, reading)
     group = scores.shape[1]
     entries = jnp.where(lengths <= count, lengths, (lengths + group * count + 1) // 2)
     return out.astype(q.dtype), entries.sum(-1, dtype=jnp.int32)
 
 
 def sinks_of_rows(chunk: Chunk, num_rows: int) -> Float[Array, "R g"] | None:
-    """Returns the sinks of the query heads of each row, of a KV head or of one query head."""
+    """Returns the sinks of the query heads of each row (a KV head's, or a single query head's)."""
     if chunk.sinks is None:
         return None
     every = jnp.broadcast_to(chunk.sinks, (chunk.count.size, *chunk.sinks.shape))
@@ -91,7 +91,7 @@ def _select(
     slots = select_largest(scores.reshape(-1, scores.shape[-1]), count)
     slots = slots.reshape(*scores.shape[:2], count)
     best = jnp.take_along_axis(scores, slots, axis=-1)
-    # Gathered once: XLA would repeat the gather for every slot that a slot is compared with.
+    # Gather once: XLA would repeat the gather in every comparison of slots.
     return jax.lax.optimization_barrier((slots, best))
 
 
@@ -113,19 +113,18 @@ def _values(
     return values.reshape(*slots.shape, -1)
 
 
-def _of_whole_rows(
+def _attend_whole_rows(
     pool: Pool,
     q: Float[Array, "B H D"],
     scores: Float[Array, "R G S"],
     lse: Float[Array, "R G"],
     reading: Reading,
 ) -> Float[Array, "R G D"]:
-    """Attends to the largest weights where each sequence has a number of values of its own.
+    """Attends to the largest weights, with a different number of values for each sequence.
 
-    Arrays have one size for all sequences: gathered for every query head, values would be as many
-    as the page table has room for, which took 7 GB in one allocation (Qwen2.5-0.5B, 16,384 tokens,
-    on an H200). Rows are gathered instead, once for the query heads that share them and some at a
-    time.
+    Arrays have one size for all sequences: gathered per query head, values would fill the page
+    table's full width, which took 7 GB in one allocation (Qwen2.5-0.5B, 16,384 tokens, on an H200).
+    Instead rows are gathered once for the query heads that share them, a few rows at a time.
     """
     fetch, page_table = reading.fetch, reading.page_table
     assert fetch is not None
@@ -154,7 +153,7 @@ def _weights(
     *,
     renormalize: bool,
 ) -> Float[Array, "*rows n"]:
-    """Returns the attention weights of what was chosen, and zeros."""
+    """Returns the attention weights of selected values, and zeros for others."""
     weights = jnp.exp(jnp.where(chosen, scores - lse[..., None], -jnp.inf))
     if not renormalize:
         return weights

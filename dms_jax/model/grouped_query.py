@@ -6,8 +6,8 @@ group; every query head is kept, and reads the averaged head of its group:
     W'_k[j] = mean of W_k[i] for i in [j K/K', (j + 1) K/K'),    W_v and the biases alike
 
 The cache shrinks by K / K' with any policy. The converted model is worse until it is trained
-further with the language modelling loss ("uptraining"; DMC's Table 1 uses as many tokens as for
-DMC itself). Where keys are normalised per head (Qwen3), the inputs of the norm are averaged; its
+further with the language modelling loss ("uptraining"; DMC's Table 1 uses the same number of tokens
+as for DMC). Where keys are normalised per head (Qwen3), the inputs of the norm are averaged; its
 scale is already shared by all heads.
 """
 
@@ -36,7 +36,7 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
       num_kv_heads: K', a proper divisor of the model's K.
 
     Returns:
-      The converted model, which shares the arrays that did not change with the original.
+      The converted model, which shares unchanged arrays with the original.
 
     Raises:
       ConfigError: if K' is not a proper divisor of K, or the model has decisions per KV head,
@@ -73,7 +73,7 @@ def to_grouped_query(model: LanguageModel, num_kv_heads: int) -> LanguageModel:
         value = given[...]
         if path.endswith(("qkv_proj.kernel", "qkv_proj.bias")):
             value = _regroup(fused[path.rpartition(".")[2]][...], num_kv_heads)
-        elif path.endswith("attention.sinks"):  # of query heads, which are all kept in their order
+        elif path.endswith("attention.sinks"):  # per query head; query heads and their order stay
             value = value.reshape(param.shape)
         if model.mesh is not None:
             place = sharding.parameter_sharding(

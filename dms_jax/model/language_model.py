@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax._src.array import ArrayImpl  # no public name makes an array that is not committed
 from jaxtyping import Array, Float, Int
 
 from dms_jax import compilation, sharding
@@ -31,7 +30,7 @@ from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.policies.base import LEARN_FIRST, check_adapter
 
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings point to the line that called into it
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # warnings point to the caller outside of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +48,13 @@ class LanguageModel:
 
     Attributes:
       transformer: parameters and pure calls; a pytree.
-      tokenizer: the tokenizer; None if the directory has none, and prompts are then token lists.
+      tokenizer: the tokenizer; None if the directory has none (prompts must then be token lists).
       policy: the policy that the checkpoint was made for, `Vanilla()` if it declares none.
       generation: generation defaults such as the end tokens.
       mesh: mesh over which the parameters are sharded; None for the default device.
       source: path of the checkpoint that the parameters were loaded from; None for a new model.
-      untrained: whether policies may run that the model never learned, so that they evict by
-        meaningless neurons: for tests and benchmarks. `load` and training set it to False.
+      untrained: whether to allow policies that the model was not trained for, which evict by
+        meaningless neurons; for tests and benchmarks. `load` and training set it to False.
     """
 
     transformer: Transformer
@@ -77,18 +76,19 @@ class LanguageModel:
         return self.transformer.embedding[...].dtype
 
     def with_template(self, /, **variables: Any) -> "LanguageModel":
-        """Returns the model with variables of its chat template, wherever messages are written.
+        """Returns the model with variables of its chat template, applied to all messages.
 
         Prompts, conversations and training data go through the same template:
         `model.with_template(enable_thinking=False)` for Qwen3.
 
         Raises:
-          ConfigError: the model has no chat template, or each conversation sets a variable itself.
+          ConfigError: the model has no chat template, or a variable is one that every conversation
+            sets.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ConfigError(
                 f"This model has no chat template, so that {show(sorted(variables))} cannot be "
-                "variables of it. Set model.tokenizer.chat_template first."
+                "variables of it. Leave them out, or add a chat_template to tokenizer_config.json."
             )
         check_template_variables("with_template", variables)
         tokenizer = copy.copy(self.tokenizer)
@@ -98,7 +98,7 @@ class LanguageModel:
     def place(self) -> "LanguageModel":
         """Returns the model with its parameters placed for decoding.
 
-        After training on a mesh they are split over `data`, and each use would gather them.
+        After training on a mesh they are split over `data`, and every use would gather them.
         """
         mesh = self.mesh
         if mesh is None:
@@ -114,17 +114,17 @@ class LanguageModel:
         return dataclasses.replace(self, transformer=placed_transformer)
 
     def with_parameters(self, parameters: "Transformer | nnx.State") -> "LanguageModel":
-        """Returns the model with other values in its parameters, or in some of them.
+        """Returns the model with new values of some or all parameters.
 
-        Programs compiled for the model serve this one. Arrays that are already placed like the ones
-        they replace are shared, not copied: a caller that donates them later must pass copies.
+        Programs compiled for the model work for this one. Arrays placed like the ones they replace
+        are shared, not copied; a caller that donates them later must pass copies.
 
         Args:
           parameters: a transformer, or the state of parts of one.
 
         Raises:
-          ConfigError: `parameters` is neither, or the model has no such parameter, or one of
-            another shape or type; the message names the first.
+          ConfigError: `parameters` is neither, or names an unknown parameter, or one of another
+            shape or type; the message names the first.
         """
         if not isinstance(parameters, nnx.Module | nnx.State):
             raise ConfigError(
@@ -145,16 +145,16 @@ class LanguageModel:
                     "this model, whose programs are compiled for that. Convert it, or make a new "
                     "engine."
                 )
-            held[path] = held[path].replace(_placed_as(new, old))
+            held[path] = held[path].replace(jax.device_put(new, old.sharding))
         transformer = nnx.merge(graph, nnx.from_flat_state(list(held.items())))
         return dataclasses.replace(self, transformer=transformer)
 
     def resolve_policy(self, policy: Policy | str | None) -> Policy:
-        """Returns the policy to run: the checkpoint's own unless another, or its name, is given.
+        """Returns the policy to run: the given one (or its name), or the checkpoint's.
 
         Raises:
-          ConfigError: if the model cannot run the policy, never learned it, or was trained for an
-            incompatible one.
+          ConfigError: the model cannot run the policy, was not trained for it, or was trained for
+            an incompatible one.
         """
         policy = self.policy if policy is None else as_policy(policy)
         check_layers(self.config, policy)
@@ -164,7 +164,7 @@ class LanguageModel:
             raise ConfigError(
                 f"This checkpoint was made for {self.policy}: its decisions mean {trained}, and "
                 f"{policy} would read them as {asked}. Run it with its own policy, or change only "
-                "what is not named there."
+                "its other settings."
             )
         self._check_borrowed_neurons(policy)
         return policy
@@ -184,8 +184,7 @@ class LanguageModel:
         if not self.untrained:
             raise ConfigError(
                 f"{policy.name} learns what to evict, and this model was never trained for it: it "
-                f"would evict by neurons that say nothing. {LEARN_FIRST} Tests and benchmarks "
-                "load the model with untrained=True."
+                f"would evict by neurons that say nothing. {LEARN_FIRST}"
             )
 
     def logits(
@@ -200,15 +199,15 @@ class LanguageModel:
 
         Args:
           tokens: token ids; padding on the right can be any token.
-          policy: the cache policy; the checkpoint's own if None.
+          policy: the cache policy; the checkpoint's if None.
           prompt_lengths: length of each prompt, for policies that treat it differently (Quest and
-            KCache give it full attention, others cut rows at its end); 0 if None. It makes no
-            difference to policies that treat prompts like answers. Quest selects among pages of 16
-            tokens here, as published: `generate(..., page_size=16)` does the same. A budget given
-            as a `compression_ratio` is a fraction of the given tokens.
+            KCache give it full attention, others cut rows at its end); 0 if None. No effect on
+            policies that treat prompts like answers. Quest selects among pages of 16 tokens here,
+            as published, like `generate(..., page_size=16)`. A budget given as a
+            `compression_ratio` is a fraction of the given tokens.
           segment_ids: ids of the documents packed into each sequence: positions restart and no
-            document attends to another. Left padding is a document of its own. Only for policies
-            that decide without attention.
+            document attends to another. Left padding counts as a document. Only for policies that
+            decide without attention.
 
         Returns:
           Logits in at least float32.
@@ -217,7 +216,7 @@ class LanguageModel:
           ConfigError: if the policy does not fit the model or the packing.
           DataError: if a token is not in the vocabulary, or a sequence exceeds the model's
             positions.
-          OutOfMemoryError: if the device says at once that its memory does not suffice.
+          OutOfMemoryError: the device reports at once that it has too little memory.
         """
         compilation.prepare()
         policy = self.resolve_policy(policy)
@@ -262,20 +261,10 @@ class LanguageModel:
             limit = policy.footprint(num_tokens, page_size=1).at_most
             slots = num_tokens if limit is None or policy.shrinks else min(num_tokens, limit)
             slots = max(slots, min(num_tokens, self.config.window or 0))
-            # Budgets that differ by little are one program.
+            # Slightly different budgets share one program.
             pages, most = (-(-count // QUEST_PAGE_SIZE) for count in (slots, num_tokens))
             width = min(few_sizes(pages), most)
             return _logits_through_cache(self.transformer, tokens, prompts, policy, width=width)
-
-
-def _placed_as(given: Array | np.ndarray, old: Array) -> Array:
-    """Returns an array that a program takes in the place of another without a compilation."""
-    new: Any = jax.device_put(jnp.asarray(given, old.dtype), old.sharding)
-    if old.committed:
-        return new
-    # A program compiled for an uncommitted array is compiled again for a committed one, such as a
-    # trainer's. This is the same memory, uncommitted.
-    return ArrayImpl(new.aval, new.sharding, new._arrays, committed=False)
 
 
 # Quest's published page size; it has no effect on other policies. `generate` takes it as an option.
@@ -283,7 +272,7 @@ QUEST_PAGE_SIZE = 16
 
 
 def use_mesh(mesh: jax.sharding.Mesh | None) -> Any:
-    """Returns a context that sets the mesh, or that changes nothing if there is none."""
+    """Returns a context that sets the mesh, or does nothing without one."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -338,8 +327,8 @@ def _logits_through_cache(
 ) -> Array:
     """Computes the logits for policies that need attention weights, through a temporary cache.
 
-    Prompts run in one pass, then token by token. Each layer runs all its tokens before the next
-    one starts; pages are not shared between rows.
+    Prompts run in one pass, the rest token by token. Each layer runs all tokens before the next one
+    starts; rows share no pages.
 
     Args:
       transformer, tokens, prompts, policy: see `LanguageModel.logits`.
@@ -363,9 +352,9 @@ def _logits_through_cache(
 def temporary_cache(
     transformer: Transformer, policy: Policy, batch: int, num_tokens: int, *, width: int
 ) -> Cache:
-    """Returns an empty cache for sequences of one length, each row with `width` pages of its own.
+    """Returns an empty cache for sequences of one length, with `width` fixed pages per row.
 
-    It is for programs that make a cache for themselves; engines share pages.
+    For programs that create their own cache; engines share pages.
     """
     config = transformer.config
     page_size = QUEST_PAGE_SIZE
@@ -380,7 +369,7 @@ def temporary_cache(
         table_width=width,
         dtype=dtype,
     )
-    # Page numbers are local to a shard of the mesh: each one counts its rows' pages from 0.
+    # Page numbers are local to a shard of the mesh, which counts its rows' pages from 0.
     data, heads = sharding.row_axes(batch, config.num_kv_heads)
     data_shards, head_shards = (sharding.axis_size(axis) if axis else 1 for axis in (data, heads))
     rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)

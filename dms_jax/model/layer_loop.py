@@ -1,9 +1,9 @@
-"""The loop over the layers of a model, which are of a few kinds that repeat.
+"""The loop over the layers of a model, which are of a few repeating kinds.
 
-Layers are stacked, and the loop runs over the shortest group of kinds that repeats, so that compile
-time does not grow with depth. A policy treats some layers differently (the first two of Quest), and
-so does a model: sliding layers keep their window whatever the policy is, and the cache of others
-grows.
+Layers are stacked, and the loop runs over the shortest repeating group of kinds, so that compile
+time does not grow with depth. A policy may treat some layers differently (the first two of Quest),
+and so does a model: sliding layers keep their window under any policy, while the cache of other
+layers grows.
 
     layers of Gemma 3    s s s s s f  s s s s s f  s s s s s f  s s
     stretches            one of three turns of six layers, and one of one turn of two
@@ -30,13 +30,13 @@ from dms_jax.policies.vanilla import Vanilla
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class ByCache:
-    """Values of layers that differ with their kind of cache, each stacked over its layers.
+    """Values of layers by kind of cache, each stacked over the layers of its kind.
 
-    A model without windows has no such pair, but the `growing` part alone.
+    A model without windows uses the `growing` part directly, not a pair.
 
     Attributes:
-      growing: of the layers whose cache grows.
-      windowed: of those that keep a window.
+      growing: values of the layers whose cache grows.
+      windowed: values of the layers with a window.
     """
 
     growing: Any = struct.field(default=None, metadata=ROWS)
@@ -48,8 +48,8 @@ class Role:
     """How a layer is run.
 
     Attributes:
-      group: the layers that a policy treats like this one, and that policy.
-      kind: how far and with which rotation it attends.
+      group: the policy, and the layers that it treats like this one.
+      kind: its attention span and rotation.
     """
 
     group: LayerGroup
@@ -67,7 +67,7 @@ class Role:
 
 
 def check_layers(config: ModelConfig, policy: Policy) -> None:
-    """Raises ConfigError if a policy finds nothing to do in a model's layers, or cannot share them.
+    """Raises ConfigError if a policy has no layers to manage in a model, or cannot manage them.
 
     Sliding layers keep their window under any policy.
     """
@@ -86,17 +86,17 @@ def check_layers(config: ModelConfig, policy: Policy) -> None:
 
 
 def window_policy(config: ModelConfig) -> Policy:
-    """Returns the policy of sliding layers: the last tokens, exactly, in a ring."""
+    """Returns the policy of sliding layers: exactly the last tokens, in a ring."""
     assert config.window is not None
     return StreamingLLM(budget=config.window, sinks=0)
 
 
 def roles(config: ModelConfig, policy: Policy) -> list[Role]:
-    """Returns how each layer is run. The policy's layers are those whose cache grows."""
+    """Returns the role of each layer. The policy's layers are those whose cache grows."""
     kinds, windowed = config.kinds, config.windowed
     groups = policy.groups(config.num_full_layers)
     of_window = LayerGroup(0, 0, window_policy(config)) if any(windowed) else None
-    made: dict[Any, Role] = {}  # one for all layers that are run alike
+    made: dict[Any, Role] = {}  # one object for all layers with the same role
     found, number = [], 0
     for layer in range(config.num_layers):
         group, kind = of_window, kinds[layer % len(kinds)]
@@ -110,12 +110,12 @@ def roles(config: ModelConfig, policy: Policy) -> list[Role]:
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Consecutive layers that are a group of roles, repeated.
+    """Consecutive layers: a repeated group of roles.
 
     Attributes:
       start: the first layer.
-      group: the roles of the layers of a turn.
-      turns: how often they repeat.
+      group: the roles of the layers in one turn.
+      turns: number of repetitions.
     """
 
     start: int
@@ -129,7 +129,7 @@ class Stretch:
 
 
 def stretches(each: Sequence[Role], period: int) -> list[Stretch]:
-    """Returns the layers as stretches of turns of `period` layers, and of fewer at the end."""
+    """Returns the layers as stretches with turns of `period` layers, fewer at the end."""
     found, start = [], 0
     while start < len(each):
         size = min(period, len(each) - start)
@@ -143,7 +143,7 @@ def stretches(each: Sequence[Role], period: int) -> list[Stretch]:
     return found
 
 
-# (carry, layer, index, role, its own part of `per_layer`) -> (carry, result)
+# (carry, layer, index, role, its slice of `per_layer`) -> (carry, result)
 Body = Callable[[Any, Any, Any, Role, Any], tuple[Any, Any]]
 
 
@@ -162,23 +162,23 @@ def scan_layers(
 
     Args:
       body: the pass through one layer.
-      carry: what the first layer is given.
+      carry: the first layer's carry.
       layers: the layers' parameters, stacked.
       each: the layers, as stretches.
       per_layer: arrays [L, ...], and `ByCache` with one array for each kind of cache. Each layer
         gets its slice; results are stacked the same way.
       unroll: whether the whole loop is unrolled.
-      block: layers in a turn of the loop, at most, unless a group of roles is longer; each stretch
-        has turns of one length.
+      block: the most layers in a turn of the loop, unless a group of roles is longer; the turns of
+        a stretch have one length.
       gradients: whether parameters have gradients, which are then stacked by turns.
 
     A single stretch of turns of one layer passes its parameters to the scan, whose transpose stacks
-    their gradients. Otherwise the stacks of matrices are indexed: to slice them would copy
-    the weights, and so would an index that is read from an array. Where it follows from the number
-    of the turn, XLA's matrix products read the stack in place (saves 8 ms a step of Llama-3.1-8B on
-    an H200). All else that a layer has of its own is small, and is sliced once a turn. The gradient
-    of an indexed stack would be as large as the stack in every turn, so with `gradients` matrices
-    are sliced like the rest.
+    their gradients. Otherwise the stacks of matrices are indexed. Slicing would copy the weights,
+    and so would an index read from an array; if the index follows from the number of the turn,
+    XLA's matrix products read the stack in place (saves 8 ms per step of Llama-3.1-8B on an H200).
+    A layer's other parameters are small, and are sliced once per turn. The gradient of an indexed
+    stack would have the stack's size in every turn, so with `gradients` matrices are sliced like
+    the rest.
     """
     if len(each) == 1 and len(each[0].group) == 1 and block == 1:
         (role,) = each[0].group
@@ -203,7 +203,7 @@ def scan_layers(
         )
         group = stretch.group * turns
         size = len(group)
-        # Traced and lowered once for all layers of a role.
+        # Trace and lower once for all layers of a role.
         ones = {id(role): jax.jit(functools.partial(_call, body, role)) for role in stretch.group}
 
         def turn(state, xs, group=group, ones=ones):
@@ -252,7 +252,7 @@ def _is_by_cache(x: Any) -> bool:
 
 
 def _by_cache(tree: Any, every: Callable, own: dict[bool, Callable]) -> Any:
-    """Maps the arrays of all layers with `every`, and those of layers with a window or without."""
+    """Maps arrays of all layers with `every`, and arrays of layers with or without a window."""
 
     def of(x):
         if not _is_by_cache(x):
@@ -264,14 +264,14 @@ def _by_cache(tree: Any, every: Callable, own: dict[bool, Callable]) -> Any:
 
 
 def _part(xs: Any, group: tuple[Role, ...], place: int) -> Any:
-    """Returns what a turn has of the layer at a place."""
+    """Returns a turn's values of the layer at a place."""
     role = group[place]
     number = sum(other.windowed is role.windowed for other in group[:place])
     return _own(xs, role, lambda x: x[place], lambda x: x[number])
 
 
 def _own(tree: Any, role: Role, every: Callable, own: Callable) -> Any:
-    """Maps the arrays of all layers with `every`, and with `own` those of layers like this one."""
+    """Maps arrays of all layers with `every`, and arrays of layers like this one with `own`."""
 
     def of(x):
         if not _is_by_cache(x):
@@ -282,7 +282,7 @@ def _own(tree: Any, role: Role, every: Callable, own: Callable) -> Any:
 
 
 def _join(results: list[Any], join: Callable) -> Any:
-    """Joins results leaf by leaf, where each has what `ByCache` says is its own."""
+    """Joins results leaf by leaf; each contributes the `ByCache` parts of its layers."""
 
     def of(*each):
         if not _is_by_cache(each[0]):

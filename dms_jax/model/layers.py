@@ -22,7 +22,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.policies.values import AdapterShape
 from pallas_kernels import grouped_product
 
-Stack = tuple[int, ...]  # (L,) for parameters of the layers, () for other parameters
+Stack = tuple[int, ...]  # (L,) for parameters of layers, () for other parameters
 
 
 class Linear(nnx.Module):
@@ -61,16 +61,16 @@ class Linear(nnx.Module):
         if self.bias is None:
             return y
         bias = self.bias[...].astype(x.dtype)
-        if x.shape[1] == 1 or sharding.has_mesh():  # axes that are split are not joined
+        if x.shape[1] == 1 or sharding.has_mesh():  # split axes cannot be joined
             return y + bias
-        # cuBLAS adds a vector in the product itself. XLA broadcasts a bias of several axes to a
-        # matrix first: 50 of 3,360 ms of 64 prompts of 8,192 tokens (1.5B, H200). In a step that
-        # matrix is small, and with a vector XLA copies the layer's weights.
+        # cuBLAS adds a vector inside the product. XLA first broadcasts a bias of several axes to a
+        # matrix, which takes 50 of 3,360 ms for 64 prompts of 8,192 tokens (1.5B, H200). In a step
+        # that matrix is small, and with a vector XLA would copy the layer's weights.
         return (y.reshape(*y.shape[: y.ndim - bias.ndim], -1) + bias.reshape(-1)).reshape(y.shape)
 
     @property
     def matrix(self) -> Float[Array, "..."]:
-        """The matrix that inputs are multiplied by, with any update."""
+        """The matrix by which inputs are multiplied, including any update."""
         return self.kernel[...]
 
 
@@ -80,15 +80,15 @@ def product(
     """Returns `multiply(x)`, products of a matrix with the vectors of x, of `inputs` axes each.
 
     XLA multiplies a single vector of a narrow type itself, although a library is faster: 17 times
-    on a CPU (1536 x 8960 in bfloat16: 53 ms, against 3 for two vectors), and for attention's
-    matrices on an H200. So a single vector is multiplied beside zeros.
+    on a CPU (1536 x 8960 in bfloat16: 53 ms, against 3 for two vectors), and also for attention's
+    matrices on an H200. So a single vector is padded with a zero vector.
     """
     if math.prod(x.shape[: x.ndim - inputs]) > 1 or jnp.finfo(x.dtype).bits > 16:
         return multiply(x)
     return multiply(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
 
 
-# Most vectors whose product with a long matrix is summed in halves, and the widest such matrix.
+# The most vectors whose product with a long matrix is summed in halves; the widest such matrix.
 _FEW_VECTORS, _NARROW = 64, 2048
 
 
@@ -120,7 +120,7 @@ def residual_gain(config: ModelConfig) -> float:
     return 1 / math.sqrt(2 * config.num_layers)
 
 
-# Maximum number of elements of a one-hot matrix in memory at a time.
+# The most elements of a one-hot matrix in memory at a time.
 _ONE_HOT_ELEMENTS = 2**28
 # Tokens whose rows are summed together before they are added to a table.
 _BLOCK = 1024
@@ -130,15 +130,14 @@ _BLOCK = 1024
 def look_up(
     table: Float[Array, "V columns"], tokens: Int[Array, "B T"], width: int
 ) -> Float[Array, "B T E"]:
-    """Returns the rows of an embedding table, of which a device may hold some columns.
+    """Returns the rows of an embedding table, whose columns may be split over devices.
 
-    Inside `shard_map` over `data` and `sequence` with E / N columns, each of the N devices looks up
-    the tokens of all in its columns, and the parts are exchanged: this moves hidden states, and
-    never the table.
+    Inside `shard_map` over `data` and `sequence`, with E / N columns each, the N devices look up
+    all tokens in their columns and exchange the parts: this moves hidden states, never the table.
 
     The gradient of the table is accumulated in at least float32 and in a fixed order, unlike a
-    scatter of the rows: by a product with a one-hot matrix, and on GPUs block by block (1.1 ms in
-    place of 15.7 for 16,384 tokens of Llama-3.2-1B on an H200).
+    scatter of the rows: by a product with a one-hot matrix, and on GPUs block by block (1.1 ms
+    instead of 15.7 for 16,384 tokens of Llama-3.2-1B on an H200).
 
     Args:
       table: the table, or its columns on this device.
@@ -147,11 +146,11 @@ def look_up(
     """
     if table.shape[1] == width:
         return table.at[tokens].get(mode="clip")
-    parts = table.at[_of_all(tokens)].get(mode="clip")
+    parts = table.at[_gather_tokens(tokens)].get(mode="clip")
     return jax.lax.all_to_all(parts, sharding.shard_axes(), split_axis=0, concat_axis=2, tiled=True)
 
 
-def _of_all(tokens: Int[Array, "B T"]) -> Int[Array, "all T"]:
+def _gather_tokens(tokens: Int[Array, "B T"]) -> Int[Array, "all T"]:
     return jax.lax.all_gather(tokens, sharding.shard_axes(), axis=0, tiled=True)
 
 
@@ -167,7 +166,7 @@ def _look_up_backward(width, residuals, gradient):
         gradient = jax.lax.all_to_all(
             gradient, sharding.shard_axes(), split_axis=2, concat_axis=0, tiled=True
         )
-        tokens = _of_all(tokens)
+        tokens = _gather_tokens(tokens)
     return _sum_of_rows(tokens, gradient, rows.shape[0]).astype(rows.dtype), None
 
 
@@ -194,7 +193,7 @@ def _sum_by_blocks(
     wide = jnp.promote_types(gradient.dtype, jnp.float32)
     block = min(_BLOCK, tokens.size)
     extra = -tokens.size % block
-    # Padded with an invalid token, whose sum goes nowhere.
+    # Pad with an invalid token, whose sum is dropped.
     tokens = jnp.pad(tokens.reshape(-1), (0, extra), constant_values=size).reshape(-1, block)
     rows = gradient.reshape(-1, gradient.shape[-1])
     rows = jnp.pad(rows, ((0, extra), (0, 0))).reshape(-1, block, rows.shape[-1])
@@ -209,7 +208,7 @@ def _sum_by_blocks(
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=wide,
         )
-        # Those that are not the first point past the table, each elsewhere.
+        # Tokens that are not the first of their kind point past the table, each to a different row.
         index = jnp.arange(block, dtype=tokens.dtype)
         place = jnp.where(jnp.argmax(same, axis=1) == index, tokens, size + index)
         sums += table.at[place].get(mode="fill", fill_value=0, unique_indices=True)
@@ -239,7 +238,7 @@ def _sum_by_product(
     if pieces == 1:
         return part(tokens, gradient)
     chunk = math.ceil(length / pieces)
-    # Padded with an invalid token, whose one-hot row is zero.
+    # Pad with an invalid token, whose one-hot row is zero.
     extra = -length % chunk
     tokens = jnp.pad(tokens, ((0, 0), (0, extra)), constant_values=-1)
     gradient = jnp.pad(gradient, ((0, 0), (0, extra), (0, 0)))
@@ -260,7 +259,7 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation over the last dimensions, statistics in >= float32.
 
-    With an offset (Gemma) it multiplies by 1 + scale, before the result is rounded.
+    With an offset (Gemma) it multiplies by 1 + scale, before rounding.
     """
 
     def __init__(
@@ -304,9 +303,9 @@ def rms_norm(
 def gated(gate_up: Float[Array, "*rows 2 F"]) -> Float[Array, "*rows F"]:
     """Returns silu(gate) * up.
 
-    The gradient is computed in at least float32, and elementwise over both halves at once. If the
-    two halves were indexed, their gradients would be padded with zeros and summed, which takes a
-    GPU twice as long as its memory does.
+    The gradient is computed in at least float32, elementwise over both halves at once. Gradients of
+    two indexed halves would be padded with zeros and summed, which takes a GPU twice the time of
+    its memory traffic.
     """
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
@@ -394,7 +393,7 @@ class Routed(NamedTuple):
     """Sums over tokens, from which the balance of a router's load is computed.
 
     Attributes:
-      tokens: number of tokens that go to each expert.
+      tokens: number of tokens routed to each expert.
       probabilities: sum of each expert's probabilities, of a softmax over all experts.
     """
 
@@ -409,19 +408,19 @@ class ExpertMatrices(NamedTuple):
     bias: Float[Array, "X ..."] | None
 
 
-# Most sequences of a step that computes every expert for every token. A step of few tokens takes as
-# long as reading its matrices; an H200 computes 165 products of bfloat16 numbers in the time in
-# which it reads one.
+# The most sequences of a step that computes every expert for every token. A step of few tokens
+# takes as long as reading its matrices; an H200 computes 165 products of bfloat16 numbers in the
+# time of reading one.
 MOST_OF_A_STEP = 128
 
 
 class ExpertMLP(nnx.Module):
-    """A mixture of gated feed-forward experts, of which each token goes to a few (`Experts`).
+    """A mixture of gated feed-forward experts; each token goes to a few of them (`Experts`).
 
         y = sum over the experts j of the token's largest router logits of w_j expert_j(x)
 
-    No token is dropped. Experts are split over the mesh axis `experts`, and each of them over
-    `model`: every device computes its part of all tokens that it has, and the parts are summed.
+    No token is dropped. Experts are split over the mesh axis `experts`, and each expert over
+    `model`: every device computes its experts' part for its tokens, and the parts are summed.
     """
 
     def __init__(self, config: ModelConfig, *, stack: Stack, dtype: Any, rngs: nnx.Rngs):
@@ -444,7 +443,7 @@ class ExpertMLP(nnx.Module):
         return best, chosen
 
     def routed(self, x: Float[Array, "B T E"], counted: Bool[Array, "B T"]) -> "Routed":
-        """Returns where the router sends the tokens that count, and how sure it is."""
+        """Returns the router's load statistics over the tokens that count."""
         _, chosen = self.route(x)
         counted = counted[..., None]
         probabilities = jnp.where(counted, jax.nn.softmax(self._logits(x), axis=-1), 0).sum((0, 1))
@@ -472,7 +471,7 @@ def _mix_sharded(mix, x, weights, chosen, gate_up, down) -> Float[Array, "B T E"
     experts, embed, gates, mlp = sharding.parameter_partition(axes, gate_up.kernel.shape)
 
     def of(matrices: ExpertMatrices, *axes: sharding.Axes | None) -> Any:
-        """Returns the partition of matrices, whose biases have no axis of inputs."""
+        """Returns the partition of matrices and biases (which lack the input axis)."""
         biases = PartitionSpec(axes[0], *axes[2:])
         spec: Any = ExpertMatrices(PartitionSpec(*axes), biases)  # pyright: ignore
         return spec if matrices.bias is not None else spec._replace(bias=None)
@@ -511,13 +510,13 @@ def mix_experts(
     Args:
       activation: see `ModelConfig`.
       x: the tokens.
-      weights, chosen: the weights of each token's experts, and which of all experts they are.
+      weights, chosen: the weights and the indices of each token's experts.
       gate_up, down: the experts' matrices, [X, E, 2, F] and [X, F, E], or this shard's of them.
       experts_over, mlp_over: the mesh axes that split X and F, inside `shard_map`.
     """
     if experts_over is not None:
         chosen = chosen - jax.lax.axis_index(experts_over) * len(down.kernel)
-    if mlp_over is not None and down.bias is not None:  # one of the parts of a sum has the bias
+    if mlp_over is not None and down.bias is not None:  # only one part of the sum adds the bias
         first = jax.lax.axis_index(mlp_over) == 0
         down = down._replace(bias=jnp.where(first, down.bias, 0))
     tokens, flat = x.reshape(-1, x.shape[-1]), (-1, weights.shape[-1])
@@ -538,7 +537,8 @@ def mix_experts(
 def _own_experts(activation, x, weights, chosen, gate_up, down) -> Float[Array, "N E"]:
     """Computes each token's experts: its rows, sorted by expert, times the matrices of their group.
 
-    Experts that are not here (below 0, or X and more) have no rows: theirs stand behind the others.
+    Rows of experts on other devices (indices below 0, or X and more) come last and are not
+    computed.
     """
     count, per_token = len(down.kernel), chosen.shape[1]
     flat = chosen.reshape(-1)
@@ -553,7 +553,7 @@ def _own_experts(activation, x, weights, chosen, gate_up, down) -> Float[Array, 
         y = y.reshape(len(rows), *kernel.shape[2:])
         if bias is None:
             return y
-        # Rows of experts that are elsewhere stay zero.
+        # Rows of experts on other devices stay zero.
         return y + bias.at[expert].get(mode="fill", fill_value=0)
 
     hidden = activate(multiply(x[order // per_token], gate_up), activation)
@@ -562,16 +562,16 @@ def _own_experts(activation, x, weights, chosen, gate_up, down) -> Float[Array, 
 
 
 def _every_expert(activation, x, weights, chosen, gate_up, down) -> Float[Array, "N E"]:
-    """Computes every expert for every token, and weighs those that a token does not go to with 0.
+    """Computes every expert for every token, with weight 0 for experts not chosen by a token.
 
-    All matrices are read once, in place, by two products.
+    Two products read all matrices once, in place.
     """
     count, _, *outputs = gate_up.kernel.shape
     every = jnp.arange(count, dtype=chosen.dtype)
     chosen = chosen[..., None] == every
     weights = (weights[..., None] * chosen).sum(1)  # [N, X]
-    # An expert axis in both operands makes this a batched product, and cuBLAS reads the matrices in
-    # place. Without it XLA would transpose them first.
+    # With an expert axis in both operands this is a batched product, and cuBLAS reads the matrices
+    # in place. Otherwise XLA would transpose them first.
     hidden = jnp.einsum(
         "XNE,XEF->XNF",
         jnp.broadcast_to(x, (count, *x.shape)),
@@ -591,8 +591,8 @@ class Adapter(nnx.Module):
     """One decision logit per KV head from the residual stream: `proj(norm(x))`.
 
     This is the separate head that NVIDIA's recipe trains (`dms_proj_alpha_norm`, `dms_proj_alpha`).
-    It is initialized to zero, so that an untrained adapter decides nothing. It is computed in at
-    least float32, because decisions are thresholds on its output.
+    It starts at zero, so an untrained adapter decides nothing. It is computed in at least float32,
+    because its output is compared with a threshold.
 
     With hidden units there are two layers, `proj(gelu(hidden(norm(x))))`; `late` is a second
     projection to a logit per KV head.
@@ -622,7 +622,7 @@ class Adapter(nnx.Module):
     def __call__(
         self, residual: Float[Array, "B T E"]
     ) -> tuple[Float[Array, "B K T"], Float[Array, "B K T"] | None]:
-        """Returns the logits, and the late ones if there are any."""
+        """Returns the logits, and the late logits if there are any."""
         x = self.norm(residual.astype(jnp.promote_types(residual.dtype, jnp.float32)))
         if self.hidden is not None:
             x = jax.nn.gelu(self.hidden(x))
@@ -633,8 +633,8 @@ class Adapter(nnx.Module):
 def _logits(projection: Linear, x: Float[Array, "B T n"]) -> Float[Array, "B K T"]:
     """Returns a projection's output by KV head.
 
-    In a decode step this is a multiply and a sum: for a float32 product of so few columns cuBLAS
-    launches two kernels a layer, which run for 0.57 ms of a step of 3.1 (256 lanes, 1.5B, H200).
+    In a decode step this is a multiply and a sum: for a float32 product of few columns cuBLAS
+    launches two kernels per layer, which take 0.57 ms of a step of 3.1 ms (256 lanes, 1.5B, H200).
     """
     if x.shape[1] > 1:
         return jnp.swapaxes(projection(x), 1, 2)

@@ -2,10 +2,10 @@
 
     y = x W + (alpha / r) (x A) B        A [in, r] is random and B [r, out] zero at the start
 
-Queries, keys, values and the output projection have one pair of factors each. A transformer with
-factors has them beside its weights (`add_factors`); they can be added to the weights (`merge`) or
-left out (`drop_factors`). Each of the three returns another transformer, which shares the arrays
-that are the same, and leaves its argument as it is.
+Queries, keys, values and the output projection have one pair of factors each. A transformer keeps
+factors beside its weights (`add_factors`); they can be merged into the weights (`merge`) or removed
+(`drop_factors`). All three return a new transformer, which shares unchanged arrays with the
+argument.
 
     layers.attention.qkv_proj.q.lora_a  [L, E, r]      .lora_b  [L, r, K, G, D]
     layers.attention.qkv_proj.k.lora_a  [L, E, r]      .lora_b  [L, r, K, 1, D]     (v alike)
@@ -39,7 +39,7 @@ class LowRank(Options):
 
     Attributes:
       rank: r, columns of A and rows of B.
-      alpha: the update counts alpha / r times.
+      alpha: the update is multiplied by alpha / r.
     """
 
     rank: Count = 16
@@ -70,7 +70,7 @@ class Factors(nnx.Module):
         self, x: Float[Array, "..."], scales: Float[Array, "B T R"] | None = None
     ) -> Float[Array, "..."]:
         narrow = jnp.tensordot(x, self.lora_a[...].astype(x.dtype), axes=self.num_inputs)
-        if scales is not None:  # numbers of other adapters may be infinite
+        if scales is not None:  # other adapters' numbers may be infinite
             narrow = jnp.where(scales > 0, narrow * scales.astype(x.dtype), 0)
         return jnp.tensordot(narrow, self.lora_b[...].astype(x.dtype), axes=1)
 
@@ -89,7 +89,7 @@ class Factors(nnx.Module):
 
 
 class LowRankQKV(Linear):
-    """The fused projection of queries, keys and values, with factors for each of the three."""
+    """The fused projection of queries, keys and values, each with factors."""
 
     def __init__(self, config: ModelConfig, low_rank: LowRank, *, stack: Stack, dtype: Any):
         embed, heads = {"embed": config.hidden_size}, {"kv_heads": config.num_kv_heads}
@@ -140,7 +140,7 @@ class LowRankOutput(Linear):
 
     @property
     def matrix(self) -> Float[Array, "H D E"]:
-        """See `Linear.matrix`: with the update."""
+        """See `Linear.matrix`; includes the update."""
         a, b = (x.astype(self.kernel[...].dtype) for x in (self.o.lora_a[...], self.o.lora_b[...]))
         return self.kernel[...] + self.low_rank.scale * jnp.tensordot(a, b, axes=1)
 
@@ -213,7 +213,7 @@ def initial_factors(
 def add_factors(
     transformer: Transformer, low_rank: LowRank, factors: Mapping[Path, jax.Array]
 ) -> Transformer:
-    """Returns the transformer with these factors, in place of its own if it has any."""
+    """Returns the transformer with these factors, replacing existing ones."""
     return _filled(transformer, low_rank, arrays_of(transformer) | dict(factors))
 
 

@@ -1,8 +1,8 @@
-"""What the backward pass recomputes of a layer.
+"""The part of a layer that the backward pass recomputes.
 
-    nothing             what the layer computed is kept
-    all_but_products    outputs of attention and of matrix products are kept: what is recomputed is
-                        element-wise work
+    nothing             everything that the layer computed is kept
+    all_but_products    outputs of attention and of matrix products are kept; only element-wise
+                        work is recomputed
     all_but_attention   outputs of attention are kept
     everything          inputs of layers are kept
 

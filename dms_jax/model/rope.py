@@ -56,7 +56,7 @@ def rope_tables(
     """Returns cos and sin [..., D/2] of every position, in `dtype` but at least float32.
 
     Angles in float32 have an error of about position * 2^-24 radians; pass float64 (with jax's x64
-    mode) where that matters.
+    mode) if that matters.
     """
     frequencies, attention_factor = rope_frequencies(rope, head_dim)
     dtype = jnp.promote_types(dtype, jnp.float32)
@@ -87,7 +87,7 @@ def _llama3(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
         rope.low_freq_factor,
         rope.high_freq_factor,
     )
-    assert original is not None  # Rope sees to it
+    assert original is not None  # checked by Rope
     assert low is not None
     assert high is not None
     turns = original * frequencies / (2 * math.pi)
@@ -99,7 +99,7 @@ def _llama3(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
 
 def _yarn(frequencies: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     original = rope.original_max_position_embeddings
-    assert original is not None  # Rope sees to it
+    assert original is not None  # checked by Rope
 
     def plane_making(turns: float | int) -> float:
         wavelength = original / (turns * 2 * math.pi)

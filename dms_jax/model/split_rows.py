@@ -1,17 +1,16 @@
 """Rows of tokens that are split over the mesh axis `sequence`, in training.
 
-Inside `jax.shard_map` each of N shards has two of 2 N pieces of every row: the one at its own place
-from the start and the one at that place from the end, so that the queries of all shards see equally
-many keys.
+Inside `jax.shard_map` each of N shards has two of 2 N pieces of every row: shard i has piece i from
+the start and piece i from the end, so that the queries of all shards see the same number of keys.
 
     N = 2, pieces 0 1 2 3    shard 0: 0 3    shard 1: 1 2
 
 A token's hidden states, queries, loss and gradients stay in its shard. In each layer the keys,
 values and decisions of all tokens are all-gathered in the order of the row (with grouped-query
 attention they are small beside activations: there is no ring); relaxation, merging and rotation of
-keys run on the whole row in every shard, and each piece of queries attends to it from its place.
-What a policy does with decisions, a delayed window or merged neighbours, needs no exchange of its
-own. The gradients of what was gathered are summed over the shards.
+keys run on the whole row in every shard, and each piece of queries attends to it from its position.
+So policies (delayed windows, merged neighbours) need no further exchange. The gradients of gathered
+arrays are summed over the shards.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ PIECES = 2  # of a row in each shard
 
 @struct.dataclass
 class SplitRow:
-    """How a shard sees rows of `length` tokens.
+    """A shard's part of rows of `length` tokens.
 
     Attributes:
       shard: number of the shard, from 0.
@@ -44,7 +43,7 @@ class SplitRow:
 
     @property
     def starts(self) -> tuple[Int[Array, ""], ...]:
-        """The places in the row of the first token of each piece."""
+        """The index in the row of the first token of each piece."""
         size = self.length // (PIECES * self.shards)
         return self.shard * size, (PIECES * self.shards - 1 - self.shard) * size
 
@@ -73,11 +72,11 @@ class SplitRow:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a device has of a pass that is split over several.
+    """A device's part of a pass that is split over several devices.
 
     Attributes:
-      prepare: makes the layer to compute with from the layer as stored, such as a whole one from a
-        shard; with `sharding.gather` the backward pass makes it again.
+      prepare: turns a stored layer into the one to compute with, such as a whole layer from a
+        shard; with `sharding.gather` the backward pass repeats it.
       row: how the tokens of a row are split.
     """
 
@@ -86,7 +85,7 @@ class Share:
 
 
 def of_whole_rows(row: SplitRow | None, tree: Any, axis: int = 1) -> Any:
-    """Returns arrays over whole rows, which without a split they are already."""
+    """Returns arrays over whole rows; without a split they are unchanged."""
     return tree if row is None else jax.tree.map(lambda x: row.whole(x, axis), tree)
 
 

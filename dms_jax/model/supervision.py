@@ -1,8 +1,8 @@
-"""One layer's predictions of its keys' importance, and the importance that attention gives them.
+"""One layer's predictions of its keys' importance, and their importance from attention.
 
-The values behind the output projection have the norms of `policies/importance.py`: with the Gram
-matrix of the rows of W_o that read a head, |v W_o|^2 = v (W_o W_o^T) v^T, so that no value of the
-model's width exists for every head.
+The norms of values after the output projection (`policies/importance.py`) use the Gram matrix of
+the rows of W_o that read a head, |v W_o|^2 = v (W_o W_o^T) v^T, which avoids a value of the model's
+width for every head.
 """
 
 from typing import Any, no_type_check
@@ -20,13 +20,13 @@ from dms_jax.policies.values import Decisions, Tokens
 @no_type_check  # jax also builds it from shapes
 @struct.dataclass
 class Supervision:
-    """Predictions of every layer and what they learn from.
+    """Predictions of every layer and their targets.
 
     Attributes:
-      predicted: what the policy says of each key (`Policy.predictions`).
+      predicted: the policy's prediction for each key (`Policy.predictions`).
       importance: logarithm of the importance of each key to queries beyond the window; 0 for the
         attention sinks (`FutureAttention.sinks`).
-      known: keys that such a query follows, without the sinks where importance itself is learned.
+      known: keys with such a later query; without the sinks if importance itself is learned.
     """
 
     predicted: Float[Array, "*L B K T"]

@@ -6,7 +6,7 @@ from typing import Any
 from dms_jax.checks import show
 from dms_jax.errors import ConfigError
 
-# The template itself, the conversation, whether an answer is to begin, and Jinja's own.
+# The template, the conversation, whether to begin an answer, and Jinja's own names.
 RESERVED = frozenset({"template", "messages", "add_generation_prompt", "self"})
 
 

@@ -48,7 +48,7 @@ from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState,
 class Layer(nnx.Module):
     """One layer: attention, feed-forward, and an adapter if the policy needs one.
 
-    Each of the two has a norm before it, behind it, or both (`ModelConfig.norms`).
+    Attention and feed-forward have a norm before, after, or both (`ModelConfig.norms`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Layer(nnx.Module):
         self.mlp_post_norm = norm("post", "both")
 
     def inputs(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns what attention projects of a residual stream."""
+        """Returns the input of attention's projections for a residual stream."""
         return x if self.attention_norm is None else self.attention_norm(x)
 
     def projections(
@@ -124,7 +124,7 @@ class Layer(nnx.Module):
     def routed(
         self, x: Float[Array, "B T E"], attended: Float[Array, "B T H D"], counted: Array
     ) -> Routed | None:
-        """Returns where the layer's router sends tokens; None without experts."""
+        """Returns the load statistics of the layer's router; None without experts."""
         if not isinstance(self.mlp, ExpertMLP):
             return None
         x = self._add_attention(x, attended)
@@ -153,9 +153,10 @@ class SequencePass:
     Attributes:
       hidden: hidden states after the final norm.
       decisions: hard decisions of every layer without a window (straight-through under a
-        relaxation); those of one layer that decides nothing if there is none.
-      supervision: what these layers learn from attention, under a supervised relaxation.
-      routed: where the routers of all layers send the tokens outside padding; None without experts.
+        relaxation); if all layers have windows, one layer of empty decisions.
+      supervision: predictions and targets of these layers, under a supervised relaxation.
+      routed: load statistics of all layers' routers over tokens outside padding; None without
+        experts.
     """
 
     hidden: Float[Array, "B T E"]
@@ -249,7 +250,7 @@ class Transformer(nnx.Module):
 
     @property
     def output_matrix(self) -> Float[Array, "V E"]:
-        """The matrix whose products with hidden states are the logits."""
+        """The matrix that turns hidden states into logits."""
         return self.embedding[...] if self.lm_head is None else self.lm_head[...].T
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
@@ -277,14 +278,14 @@ class Transformer(nnx.Module):
           tokens: token ids.
           policy: a policy that is parallel in prompts and answers.
           segment_ids: ids of the documents packed into each row (positions restart, and no document
-            attends to another); padding is a segment of its own, 0.
+            attends to another); padding is segment 0.
           relaxation: settings of the soft decisions of training; None for hard decisions.
           marks: recorded hard decisions to replay, of the layers without a window.
-          remat: what of each layer is recomputed in the backward pass; see `Remat`.
+          remat: what the backward pass recomputes of each layer; see `Remat`.
           unroll: whether the loop over layers is unrolled, which avoids stacking the residuals of
             the backward pass: faster for small models, but compile time grows with depth.
-          share: what this device has of the layers and of the tokens, which are its own; segment
-            ids are those of whole rows, as are the decisions of the result.
+          share: this device's part of the layers and tokens. `tokens` are its own; segment ids, and
+            the decisions of the result, cover whole rows.
         """
         row, prepare = share.row, share.prepare
         whole = tokens if row is None else jnp.zeros((tokens.shape[0], row.length), tokens.dtype)
@@ -351,7 +352,7 @@ class Transformer(nnx.Module):
         )
         if has_windows:
             outputs = outputs.growing
-        if outputs is None:  # no layer decides anything
+        if outputs is None:  # no layer has decisions
             shape = (1, x.shape[0], self.config.num_kv_heads, whole.shape[1])
             outputs = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32)), None
         decisions, supervision = outputs
@@ -379,11 +380,11 @@ class Transformer(nnx.Module):
           policy: the cache's policy.
           one_pass: whether the tokens attend in one pass, not one by one; see `in_one_pass`.
           ends_prompt: whether the chunk completes the prompt of each sequence; None if it completes
-            none, or if the policy cuts no rows behind it.
+            none, or if the policy cuts no rows after it.
           host: values in host memory of the layers that fetch them; the pool then has a tail.
-          block: layers in a turn of the loop over them, at most; see `scan_layers`.
-          line: the tokens' places in line, for everything but attention and the policy; None for
-            [B, T]. It must have a place for each token.
+          block: the most layers in a turn of the loop; see `scan_layers`.
+          line: the unpadded layout of the tokens, for everything but attention and the policy; None
+            for [B, T]. It must have a place for each token.
         """
         positions = cache.seen[:, None] + jnp.arange(tokens.shape[1], dtype=cache.seen.dtype)
         x = self.embed(tokens if line is None else line.unpad(tokens))
@@ -391,7 +392,7 @@ class Transformer(nnx.Module):
         nothing = jnp.zeros((*tokens.shape, self.config.num_kv_heads, 0), x.dtype)
         rotations = self._rotations(positions, x.dtype)
         has_windows, numbers = self._own_layers()
-        shared = Chunk(  # by all layers
+        shared = Chunk(  # shared by all layers
             tokens=Tokens(nothing, nothing, nothing, positions, jnp.int32(0)),
             decisions=Decisions(),
             rotation=next(iter(rotations.values())),
@@ -402,7 +403,7 @@ class Transformer(nnx.Module):
             ends_prompt=ends_prompt,
             static=self._static(self.config.kinds[0], cache.page_size),
         )
-        own_adapters = _of_tokens(cache.adapters, tokens.shape[1], line)
+        own_adapters = _expand_to_tokens(cache.adapters, tokens.shape[1], line)
         each = self._stretches(policy)
         by_itself = len({id(role) for stretch in each for role in stretch.group}) == 1
 
@@ -438,7 +439,7 @@ class Transformer(nnx.Module):
                 )
             rows = (attended.lengths, row_state)
             totals = (attended.live, attended.reads)
-            if not by_itself:  # one role counts what another one does not
+            if not by_itself:  # some roles return totals and others do not
                 totals = [in_use(rows[0], counts) if each is None else each for each in totals]
             return carry, (rows, *totals)
 
@@ -446,7 +447,7 @@ class Transformer(nnx.Module):
         one_step = tokens.shape[1] == 1 and not one_pass
         plan = plan_steps(cache, counts) if one_step else None
         rows = (cache.page_table, cache.lengths, cache.row_state, plan)
-        # XLA copies what a policy keeps of every slot if two layers of a turn write it.
+        # XLA copies a policy's per-slot state if two layers of a turn write it.
         if jax.tree.leaves(cache.page_state):
             block = 1
         carry, ((lengths, row_state), live, reads) = scan_layers(
@@ -496,7 +497,7 @@ class Transformer(nnx.Module):
         )
 
     def _rotations(self, positions: Int[Array, "B T"], dtype: Any) -> dict[Any, tuple]:
-        """Returns cos and sin of the positions for every rotation that layers have."""
+        """Returns cos and sin of the positions for every rotation in use."""
         ropes = dict.fromkeys(kind.rope for kind in self.config.kinds)
         return {
             rope: rope_tables(rope, self.config.head_dim, positions, dtype=dtype) for rope in ropes
@@ -506,7 +507,7 @@ class Transformer(nnx.Module):
         return stretches(roles(self.config, policy), len(self.config.kinds))
 
     def _own_layers(self) -> tuple[bool, Callable[[Array], Array]]:
-        """Returns whether layers have windows, and the number by which a policy knows each layer.
+        """Returns whether layers have windows, and each layer's index for the policy.
 
         A policy counts only the layers without a window.
         """
@@ -517,15 +518,15 @@ class Transformer(nnx.Module):
         return True, lambda index: jnp.asarray(before, jnp.int32)[index]
 
 
-def _of_tokens(
+def _expand_to_tokens(
     lanes: LaneAdapters | None, num_tokens: int, line: Unpadded | None
 ) -> LaneAdapters | None:
-    """Returns the adapter of each token, of [B, T] or in line, given those of sequences."""
+    """Expands adapters of sequences to tokens, [B, T] or unpadded."""
     if lanes is None:
         return None
 
-    def of_tokens(x: Array) -> Array:
+    def expand(x: Array) -> Array:
         x = jnp.broadcast_to(x[:, None], (len(x), num_tokens, *x.shape[1:]))
         return x if line is None else line.unpad(x)
 
-    return jax.tree.map(of_tokens, lanes)
+    return jax.tree.map(expand, lanes)

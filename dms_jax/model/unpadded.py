@@ -1,8 +1,8 @@
-"""The tokens of a chunk one behind another, without padding.
+"""The tokens of a chunk concatenated, without padding.
 
-Sequences of different lengths are padded on the right to one width T where attention and a policy
-see them, [B, T, ...]. Products and norms see single tokens: for them the tokens of all sequences
-stand in a line of N places, [1, N, ...], of which no more than N - sum(counts) are padding.
+For attention and policies, sequences of different lengths are padded on the right to one width T,
+[B, T, ...]. Products and norms act on single tokens, so for them the tokens of all sequences are
+concatenated in a line of N places, [1, N, ...], with only N - sum(counts) places of padding.
 """
 
 import dataclasses
@@ -15,23 +15,22 @@ from dms_jax.policies.values import Tokens
 
 @dataclasses.dataclass(frozen=True)
 class Unpadded:
-    """Where each token of B sequences stands in a line of N places, and which token stands where.
+    """The place of each token of B sequences in a line of N places, and the token in each place.
 
         # In:  counts [2, 0, 3], T = 4, N = 6
         # Out: place_of   0 1 . .      token_at   0 1 8 9 10 .      last   1 1 4
         #                 . . . .
         #                 2 3 4 .
 
-    Dots are padding, where some number in range stands and zeros are read. A token for which there
-    is no place (N < sum(counts)) would be lost: the caller, which knows the counts, must prevent
-    that.
+    Dots are padding: they hold an arbitrary index in range, and read as zeros. Tokens without a
+    place (N < sum(counts)) would be lost; the caller, which knows the counts, must prevent that.
 
     Attributes:
       place_of: the place of each token in the line.
       is_token: whether a token is not padding.
       token_at: the token of each place, as an index of the flat [B * T].
-      is_taken: whether a token stands in a place.
-      last: the place of each sequence's last token; some other place if it has none.
+      is_taken: whether a place holds a token.
+      last: the place of each sequence's last token; arbitrary if it has none.
     """
 
     place_of: Int[Array, "B T"]
@@ -93,8 +92,8 @@ class Unpadded:
 def _take(x: Array, index: Int[Array, "..."], valid: Bool[Array, "..."]) -> Array:
     """Returns the rows of x at an index in range, and zeros where it is not valid.
 
-    Index and mask are made once, before the loop over layers. Filling what is out of range would
-    take a GPU one more kernel in each layer, to find where that is.
+    Index and mask are computed once, before the loop over layers. Out-of-range filling would cost a
+    GPU one more kernel per layer, to find where to fill.
     """
     taken = x.at[index].get(mode="promise_in_bounds")
     return jnp.where(

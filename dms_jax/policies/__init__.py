@@ -1,7 +1,7 @@
-"""Cache policies: one file for each method of the papers, and the registry of them all.
+"""Cache policies, one file per published method, and their registry.
 
-To register a policy, import it here and list it in `__all__`, which type checkers read. Bases, and
-subclasses that are defined elsewhere, have no name that `from_dict` knows.
+To register a policy, import it here and list it in `__all__`, which type checkers read. `from_dict`
+does not find bases, nor subclasses defined elsewhere.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from dms_jax.policies.tova import TOVA
 from dms_jax.policies.triattention import TriAttention
 from dms_jax.policies.vanilla import Vanilla
 
-# The registry: what is listed here is known by its name, in this order, and public in `dms_jax`.
+# The registry: listed names are known to `from_dict`, in this order, and public in `dms_jax`.
 __all__ = [  # noqa: RUF022
     "Policy",
     "Vanilla",
@@ -88,12 +88,12 @@ def from_dict(data: dict[str, Any]) -> Policy:
 
 
 def as_policy(policy: Any) -> Policy:
-    """Returns a policy: the given one, or that of a name with its default options.
+    """Returns the given policy, or the named one with its default options.
 
     # In: "TOVA"  Out: TOVA()
 
     Raises:
-      ConfigError: it is neither, or there is no policy of that name.
+      ConfigError: the argument is neither, or the name is unknown.
     """
     if isinstance(policy, Policy):
         return policy

@@ -1,32 +1,32 @@
 """Budgets that differ between layers or heads, around any scorer.
 
 AdaKV (Feng et al., arXiv 2407.11550) ranks the tokens of all KV heads of a layer together: the
-layer keeps K * budget tokens, whichever heads they are in, with a part of the budget guaranteed to
-each head. Rows of a layer then differ in length, which costs nothing here: a row owns the pages
-that it needs. What is guaranteed differs between kvpress, which is the default here, and the
-authors' code (github.com/FFY0/AdaKV). With w tokens that a scorer always keeps and a budget b:
+layer keeps K * budget tokens in any heads, with a part of the budget guaranteed to each head. Rows
+of a layer then differ in length, which costs nothing here, because a row owns only the pages that
+it needs. The guarantee differs between kvpress (the default here) and the authors' code
+(github.com/FFY0/AdaKV). With w tokens that a scorer always keeps and a budget b:
 
     rule="kvpress"    a head's floor(alpha b) best, before the others compete for the rest
     rule="published"  w + round((1 - alpha) won + floor(alpha (b - w))) tokens of a head, where it
-                      won so many of the K (b - w) places beside the w
+                      won that number of the K (b - w) places beside the w
 
-The w score highest, so kvpress's guarantee is used up by them where alpha b <= w: with SnapKV's
-window of 64 and alpha 0.2 nothing more is guaranteed up to a budget of 320. The authors' budgets
-are rounded head by head, which may keep K / 2 tokens of a layer more than its budget. They rank
-query heads; here, as in kvpress, scores are those of KV heads.
+The w tokens score highest, so they use up kvpress's guarantee if alpha b <= w: with SnapKV's window
+of 64 and alpha 0.2 nothing more is guaranteed up to a budget of 320. The authors' code rounds
+budgets per head, which may exceed a layer's budget by K / 2 tokens. It ranks query heads; here, as
+in kvpress, KV heads are scored.
 
-PyramidKV (Cai et al., arXiv 2406.02069) gives early layers more than late ones. Besides the w
+PyramidKV (Cai et al., arXiv 2406.02069) gives early layers more than late ones. Without the w
 tokens that a scorer always keeps, a budget b leaves b - w; with
 
     low = floor((b - w) / beta)     high = 2 (b - w) - low
     budget of layer l of L = w + floor(high - l (high - low) / (L - 1))
 
 the mean over layers is at most b (the published code rounds the slope down instead, and keeps a
-little more). An early layer leaves a part of its budget unused where fewer tokens were seen: with
-b = 2048 and 3,000 tokens in 32 layers, 6%. By default it stays unused. With `redistribute` it goes
-to the later layers, as in the authors' code: high is then at most the tokens seen - w, though not
-below b - w, and low = 2 (b - w) - high. (KVCache-Factory then gives all layers equal budgets up to
-2 (b - w) tokens.)
+little more). If fewer tokens were seen than an early layer's budget, a part of the budget is
+unused: 6% with b = 2048 and 3,000 tokens in 32 layers. By default it stays unused. With
+`redistribute` it goes to the later layers, as in the authors' code: high is then at most (tokens
+seen) - w, but at least b - w, and low = 2 (b - w) - high. (KVCache-Factory then gives all layers
+equal budgets up to 2 (b - w) tokens.)
 
 The two compose: AdaKV(PyramidKV(SnapKV(budget=512))).
 """
@@ -51,7 +51,7 @@ class Allocation(PeriodicEviction):
     """Base of policies that distribute the budget of another policy.
 
     Attributes:
-      scorer: the policy that scores the tokens, and says how many are kept and when rows are cut.
+      scorer: the policy that scores the tokens, and sets the budget and the time of cuts.
     """
 
     scorer: Policy = dataclasses.field(default=SnapKV())
@@ -60,9 +60,9 @@ class Allocation(PeriodicEviction):
         require(
             isinstance(self.scorer, PeriodicEviction)
             and not isinstance(self.scorer, AnswerEviction),
-            f"{self.name}: scorer={show(self.scorer)} does not score what rows hold at the end of "
-            "a prompt; give SnapKV, Knorm, KeyDiff, ExpectedAttention, RandomSelection, or another "
-            "allocation of one.",
+            f"{self.name}: scorer={show(self.scorer)} does not score a row's tokens at the "
+            "end of a prompt; give SnapKV, Knorm, KeyDiff, ExpectedAttention, RandomSelection, or "
+            "another allocation of one.",
         )
         super().__post_init__()
 
@@ -125,9 +125,9 @@ class AdaKV(Allocation):
 
     Attributes:
       scorer: the policy whose scores are compared across heads.
-      alpha: fraction of the budget that is guaranteed to each head.
-      rule: of what alpha is a fraction: "kvpress" of each head's best tokens, those included that
-        the scorer always keeps, "published" of the budget beside them, as in the authors' code.
+      alpha: fraction of the budget guaranteed to each head.
+      rule: what alpha is a fraction of: "kvpress" the whole budget, including the tokens that the
+        scorer always keeps; "published" the budget without them, as in the authors' code.
     """
 
     alpha: Annotated[Share, Traced(float)] = 0.2
@@ -138,25 +138,25 @@ class AdaKV(Allocation):
         return dataclasses.replace(super().footprint(tokens, **options), at_most=None)
 
     def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
-        """Keeps what each head is guaranteed, and the highest scores of all heads together."""
+        """Keeps each head's guaranteed tokens, and the highest scores of all heads together."""
         if self.rule == "published":
             beside = jnp.maximum(budget - self.protected, 0)
             competing = jnp.where(scores == jnp.inf, -jnp.inf, scores)
-            won = self._won(competing, beside, chunk) & (competing > -jnp.inf)
+            won = self._highest_of_all_heads(competing, beside, chunk) & (competing > -jnp.inf)
             sizes = (1 - self.alpha) * won.sum(-1) + self._part(beside)
             return highest(scores, jnp.round(sizes).astype(jnp.int32) + self.protected)
         own = self._part(budget)
         scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)
-        return self._won(scores, budget, chunk)
+        return self._highest_of_all_heads(scores, budget, chunk)
 
     def _part(self, budget: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
         """Returns alpha of a budget, rounded down."""
         return jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
 
-    def _won(
+    def _highest_of_all_heads(
         self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
     ) -> Bool[Array, "B K S"]:
-        """Marks the highest scores of all heads together, `budget` for each of them."""
+        """Marks the highest scores of all heads together, `budget` tokens per head on average."""
         num_kv_heads, head_axis = scores.shape[1], chunk.static.head_axis
         if head_axis is not None:
             scores = jax.lax.all_gather(scores, head_axis, axis=1, tiled=True)
@@ -178,7 +178,7 @@ class PyramidKV(Allocation):
     Attributes:
       scorer: the policy whose budget is distributed over the layers.
       beta: the last layer gets 1 / beta of the budget; higher is steeper.
-      redistribute: whether later layers get what early ones cannot use of a short text.
+      redistribute: whether later layers get the budget that early ones cannot use on a short text.
     """
 
     beta: Annotated[CountOnDevice, Traced(int)] = 20

@@ -1,6 +1,6 @@
 """The contract of a cache policy: decide, write, read, observe.
 
-Every system of the papers answers four questions about one layer's cache:
+Every published method answers four questions about one layer's cache:
 
     decide   what does a token decide?            tokens             -> decisions
     write    which slot does it take?             chunk of tokens    -> slots to write
@@ -8,35 +8,35 @@ Every system of the papers answers four questions about one layer's cache:
     observe  what does attention tell the policy? queries, weights   -> state
 
 A policy is a small frozen dataclass of hyper-parameters and pure functions on arrays. It is a
-pytree, and programs take it as an ordinary argument: fields that are only numbers are its leaves
-(`checks.Traced`), the others are part of its structure. One program serves every budget. Inside a
-program the leaves are arrays, so code there must not branch on them; `footprint`, `for_length`,
-`kept_whole` and `to_dict` are for the host. Its state is a pytree that is carried with the cache:
+pytree, and programs take it as an ordinary argument: purely numeric fields are its leaves
+(`checks.Traced`), other fields are part of its structure. So one program serves every budget.
+Inside a program the leaves are arrays, so code there must not branch on them; `footprint`,
+`for_length`, `kept_whole` and `to_dict` are for the host. A policy's state is a pytree carried with
+the cache:
 
 * `state.rows`: leaves [B, K, ...], one entry per row (DMS's ring, DMC's sums, TOVA's victim);
 * `state.pages`: leaves [N, ...], addressed by page number (Quest's bounds, H2O's scores).
 
 A state of several arrays is a dataclass whose fields declare the axes over which a mesh splits
-them: `ROWS`, `PAGES` (`policies/values.py`), or other `sharding.axes`. A field that declares none
-is refused.
+them: `ROWS`, `PAGES` (`policies/values.py`), or other `sharding.axes`. A field without a
+declaration is refused.
 
 Slots. A row (one layer, sequence and KV head) is a list of `length` slots; slot s lives on the
 row's page s // P at offset s % P. A policy works with slots and never with the pool. Keys are
 stored after rotation, so the order of slots does not affect attention.
 
-Chunks. The same `write` serves a decode step (T = 1) and a chunk of a prompt (T > 1). Where all T
+Chunks. The same `write` serves a decode step (T = 1) and a chunk of a prompt (T > 1). If all T
 queries of a chunk attend in one pass (`parallel`), the lifetime of a key must be known before
 attention, as a static window and one eviction bit per key:
 
     key j is visible to query i >= j  iff  i - j <= window  or  not evicted[j]
 
-Other chunks are run token by token inside the layer (write, read, observe for each), but for the
-first tokens of a prompt, before which nothing is evicted (`kept_whole`).
+Other chunks run token by token inside the layer (write, read, observe for each), except the first
+tokens of a prompt, before anything is evicted (`kept_whole`).
 
-Cuts. A policy that `shrinks` appends the tokens of a prompt, which has full attention, each chunk
-in one pass, and then gives the retention mask of the slots (`survivors`); where a cut is `due`, it
-does so again after a decode step. The kept slots are compacted in order, and the freed pages are
-released.
+Cuts. A policy that `shrinks` gives prompts full attention: it appends their tokens, each chunk in
+one pass, then returns the retention mask of the slots (`survivors`). After a decode step it does so
+again if a cut is `due`. The kept slots are compacted in order, and the freed pages are released.
 """
 
 import copy
@@ -73,10 +73,10 @@ from dms_jax.policies.values import (
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """A range of layers that a policy treats alike.
+    """A range of layers that a policy treats in the same way.
 
     Attributes:
-      start, end: first layer, and the one after the last.
+      start, end: the first layer, and one past the last.
       policy: the policy of these layers.
       host_values: whether their values live in host memory.
     """
@@ -91,8 +91,8 @@ class LayerGroup:
 class Policy(Options):
     """Base of all cache policies: appends every token, reads every slot, and keeps no state.
 
-    Subclasses override the methods in which they differ. Inside programs a policy is put together
-    from its fields, without `__init__` and `__post_init__`, and those that are `Traced` are arrays.
+    Subclasses override the methods in which they differ. Inside programs a policy is rebuilt from
+    its fields, without `__init__` and `__post_init__`, and `Traced` fields are arrays.
     """
 
     name: ClassVar[str]  # the public name, equal to the name of the class
@@ -109,16 +109,16 @@ class Policy(Options):
     def parallel(self) -> Literal["always", "prompts", "never"]:
         """Which chunks attend in one pass: all of them, those of prompts, or none.
 
-        Where prompts are treated like generated tokens ("always", "never"), the result does not
-        depend on where the prompt ends.
+        If prompts are treated like generated tokens ("always", "never"), the result does not depend
+        on where the prompt ends.
         """
         return "always"
 
     def kept_whole(self, tokens: int) -> int:
-        """Returns how many first tokens of a sequence the cache holds before any is evicted.
+        """Returns the number of tokens that the cache of a sequence holds before any eviction.
 
-        Even where `parallel` is "never", these tokens of a prompt attend in one pass: none of their
-        queries depends on what an earlier one saw.
+        Even if `parallel` is "never", these tokens of a prompt attend in one pass, because nothing
+        is evicted among them.
 
         Args:
           tokens: length of the sequence.
@@ -138,24 +138,24 @@ class Policy(Options):
 
     @property
     def appends(self) -> bool:
-        """Whether rows are only appended to, and all state is a function of each page's content.
+        """Whether rows are append-only, and all state is a function of each page's content.
 
-        Then the first n whole pages of each row are what it held after n * P tokens.
+        If so, the first n whole pages of each row equal the row after n * P tokens.
         """
         return False
 
     def prefix_exact(self, seen: int, *, prompt: int, max_length: int) -> bool:
         """Whether the state of a sequence depends only on the tokens that it has seen.
 
-        Continuing it then gives what reading all tokens anew as a prompt would give. This holds
-        where tokens of prompts and of answers are treated alike; otherwise within the prompt,
-        before the cut at its end, and after it as long as nothing can have been evicted. A sequence
-        that was cut continues as a turn of a conversation does, which differs from reading it anew.
+        If so, continuing the sequence equals prefilling all its tokens as a new prompt. True if
+        tokens of prompts and answers are treated in the same way; otherwise within the prompt
+        before the cut at its end, and after that as long as nothing can have been evicted. A cut
+        sequence continues like a turn of a conversation, which differs from prefilling it again.
 
         Args:
           seen: tokens of the sequence so far.
           prompt: tokens of its prompt.
-          max_length: length that it can reach.
+          max_length: the most tokens that the sequence can reach.
         """
         if self.parallel != "prompts" or seen < prompt:
             return True
@@ -163,11 +163,11 @@ class Policy(Options):
 
     @property
     def retrofit(self) -> Retrofit:
-        """What a model must be trained for before it can run the policy; nothing by default."""
+        """The training that a model needs before it can run the policy; none by default."""
         return Retrofit()
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
-        """Returns the layers as consecutive ranges that are treated alike."""
+        """Returns the layers as consecutive ranges with the same treatment."""
         return (LayerGroup(0, num_layers, self),)
 
     def for_length(self, tokens: int) -> "Policy":
@@ -177,7 +177,7 @@ class Policy(Options):
     def footprint(
         self, tokens: int, *, page_size: int, group: int = 1, compression_ratio: float | int = 1
     ) -> Footprint:
-        """Returns what a row holds after `tokens` tokens, and what a decode step then reads.
+        """Returns the slots of a row after `tokens` tokens, and the reads of a decode step then.
 
         Args:
           tokens: length of the sequence.
@@ -196,19 +196,19 @@ class Policy(Options):
     def borrowed(self, group: int, head_dim: int) -> tuple[tuple[int, int], ...]:
         """Returns the neurons of a KV head that carry decisions, each as (head, dimension).
 
-        They take no part in attention. Heads 0 to `group` - 1 are its queries, and head `group` is
+        They take no part in attention. Heads 0 to `group` - 1 are its query heads; head `group` is
         its key.
         """
         return ()
 
-    @final  # steps take what is borrowed to a kernel, and do not come here
+    @final  # decode steps pass `borrowed` to a kernel instead of calling this
     def clear_borrowed(
         self, q: Float[Array, "B T H D"], k: Float[Array, "B S K D"], scale: Any = 0.0
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"]]:
         """Multiplies the neurons that `borrowed` names by `scale`.
 
-        It is applied before rotation, which would mix them into another dimension of their plane,
-        and again after rotation, which mixes that dimension into them.
+        Applied before rotation, which would mix them into the other dimension of their plane, and
+        again after rotation, which mixes that dimension into them.
         """
         num_kv_heads, head_dim = k.shape[2:]
         group = q.shape[2] // num_kv_heads
@@ -232,7 +232,7 @@ class Policy(Options):
         return state, chunk
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """Returns the slots that the chunk's tokens take. Appends by default."""
+        """Returns the slots for the chunk's tokens. Appends by default."""
         live = chunk.lengths[..., None] + jnp.cumsum(chunk.valid, -1, dtype=jnp.int32)
         return state, place(chunk, live - 1, live)
 
@@ -245,7 +245,7 @@ class Policy(Options):
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
         """Returns which keys of whole sequences are hidden from queries beyond the window.
 
-        These are the hard decisions of `write` without a cache, for policies that are always
+        These are the hard decisions of `write`, without a cache, for policies that are always
         parallel.
         """
         return jnp.zeros_like(chunk.valid)
@@ -303,7 +303,7 @@ class Policy(Options):
     def bound(self, field: str) -> int:
         """Returns a bounded field's value rounded up to one of `few_sizes`; static in programs."""
         value = getattr(self, field)
-        if isinstance(value, int) and value:  # 0 holds the place of any number (`make_cache`)
+        if isinstance(value, int) and value:  # 0 is a placeholder for any number (`make_cache`)
             return few_sizes(value)
         return self.__dict__["_bounds"][field]
 
@@ -329,7 +329,7 @@ class Policy(Options):
 
 @functools.cache
 def _fields(cls: type[Policy]) -> tuple[dict[str, Traced | None], tuple[str, ...]]:
-    """Returns the fields that are children, each with its mark, and the names of the others."""
+    """Returns the child fields, each with its mark, and the names of the other fields."""
     children: dict[str, Traced | None] = {}
     static: list[str] = []
     for name, kind in kinds(cls).items():
@@ -346,7 +346,7 @@ def _flatten(policy: Policy) -> tuple[tuple[Any, ...], Any]:
 
     def child(name: str, mark: Traced | None) -> Any:
         value = getattr(policy, name)
-        known = isinstance(value, int | float | str)  # not what a program was given for it
+        known = isinstance(value, int | float | str)  # not a program's argument
         return mark.leaf(value) if mark is not None and known else value
 
     bounds = tuple(
@@ -357,7 +357,7 @@ def _flatten(policy: Policy) -> tuple[tuple[Any, ...], Any]:
 
 
 def _unflatten(cls: type[Policy], structure: Any, values: Any) -> Policy:
-    """Builds a policy from its parts, unchecked: inside programs they are not numbers."""
+    """Builds a policy from its parts, unchecked, because inside programs they are not numbers."""
     children, static = _fields(cls)
     fixed, bounds = structure
     policy = object.__new__(cls)
@@ -383,8 +383,9 @@ _register(Policy)
 
 
 LEARN_FIRST = (
-    "Train the model for it with `dms-jax retrofit` (dms_jax.retrofit), load an adapter that was "
-    "trained (adapter=), or use a policy that needs no training, such as dms_jax.TOVA(budget=512)."
+    "Train the model for it (dms_jax.retrofit; dms-jax retrofit takes DMS, DMC and FixedPooling), "
+    "give an `adapter` that was trained for it, or use a policy that needs no training, such as "
+    "TOVA."
 )
 
 

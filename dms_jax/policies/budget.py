@@ -1,11 +1,11 @@
-"""Budgets: how many tokens a row may keep, and the selection of the slots with the highest scores.
+"""Budgets: the most tokens of a row, and the selection of the slots with the highest scores.
 
 A budget is a number of tokens, or a fraction of the maximum length of a request (appendix G.1 of
 the DMS paper, arXiv 2506.05345):
 
     budget = floor((prompt tokens + longest answer) / compression_ratio)
 
-Programs take either as an argument (`Divisor` for the ratio), so one serves every budget.
+Programs take either as an argument (`Divisor` for the ratio), so one program serves every budget.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from dms_jax.checks import Range, Ratio, Traced
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, Footprint, TracedInt
 
-LONGEST = 2**23  # tokens: no sequence is longer, and times heads or layers it fits in int32
+LONGEST = 2**23  # tokens; no sequence is longer, and times heads or layers it fits in int32
 
 
 class Divisor(NamedTuple):
-    """A compression ratio as programs take it.
+    """A compression ratio as an argument of programs.
 
     Attributes:
-      ratio: the ratio itself, which programs do not use.
+      ratio: the ratio, which programs do not use.
       part: UInt32[], 1 / ratio in units of 2**-31, rounded up.
     """
 
@@ -36,7 +36,7 @@ class Divisor(NamedTuple):
 
     @classmethod
     def of(cls, ratio: float | int) -> "Divisor":
-        """Returns the form of a ratio that programs take."""
+        """Converts a ratio to an argument of programs."""
         return cls(float(ratio), np.uint32(_reciprocal(ratio)))
 
     @staticmethod
@@ -47,7 +47,7 @@ class Divisor(NamedTuple):
         return divisor
 
 
-Tokens = Annotated[int, Range(1, LONGEST), "use Vanilla() to keep everything"]
+Tokens = Annotated[int, Range(1, LONGEST), "Vanilla keeps everything"]
 Budget = Annotated[Tokens, Traced(int)]
 Sinks = Annotated[int, Range(0, LONGEST), Traced(int)]
 BudgetRatio = Annotated[
@@ -60,7 +60,7 @@ class BudgetedPolicy(Policy):
     """Base of policies that keep a number of tokens.
 
     Attributes:
-      budget: tokens that a row keeps, at most `LONGEST`.
+      budget: number of tokens that a row keeps, at most `LONGEST`.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio of
         each request instead.
     """
@@ -70,7 +70,7 @@ class BudgetedPolicy(Policy):
 
     @property
     def least_budget(self) -> TracedInt:
-        """Lower bound on a budget that is given as a compression ratio."""
+        """Lower bound on a budget given as a compression ratio."""
         return 1
 
     def budget_of(self, chunk: Chunk) -> Int[Array, "B 1"]:
@@ -101,16 +101,16 @@ Prefill = Literal["dense_then_evict", "evict_past_budget"]
 class EvictionByToken(BudgetedPolicy):
     """Base of policies that evict one token per step once the budget is full.
 
-    Prompts are taken in one of two ways:
+    Prompts are prefilled in one of two ways:
 
     * `prefill="dense_then_evict"`, the default, as in the authors' code of TOVA, H2O and
       StreamingLLM and in kvpress: a prompt gets full attention, each chunk in one pass, and one cut
-      at its end leaves the budget and releases the freed pages. Until then the cache holds all of
-      the prompt;
+      at its end reduces it to the budget and releases the freed pages. Until then the cache holds
+      the whole prompt;
     * `prefill="evict_past_budget"`: the tokens of a prompt are treated like generated ones, as the
       DMS paper ran its baselines (arXiv 2506.05345, appendix G.1), and no row holds more than
-      budget + 1 tokens. What the budget holds of a prompt runs in one pass, which evicts nothing;
-      the tokens beyond it run one by one, which takes many times as long.
+      budget + 1 tokens. Prompt tokens within the budget run in one pass, without eviction; later
+      ones run one by one, which takes many times as long.
 
     Attributes:
       prefill: dense_then_evict gives a prompt full attention and one cut at its end;
@@ -126,7 +126,7 @@ class EvictionByToken(BudgetedPolicy):
 
     @property
     def parallel(self):
-        """See `Policy.parallel`: dense prompts; otherwise each token decides what the next sees."""
+        """See `Policy.parallel`: dense prompts; otherwise each token evicts before the next one."""
         return "prompts" if self.shrinks else "never"
 
     def kept_whole(self, tokens: int) -> int:
@@ -135,15 +135,15 @@ class EvictionByToken(BudgetedPolicy):
 
 
 def shares(chunk: Chunk, compression_ratio: float | int | Divisor) -> Int[Array, "B 1"]:
-    """Returns `share` of the maximum length of each sequence, to the token.
+    """Returns `share` of the maximum length of each sequence, exactly.
 
-    The host reserves pages by `share`, so not a token may be rounded differently here.
+    The host reserves pages by `share`, so rounding here must be identical.
     """
     assert chunk.max_lengths is not None
     if not isinstance(compression_ratio, Divisor):
         compression_ratio = Divisor.of(compression_ratio)
     tokens, part = jnp.minimum(chunk.max_lengths, LONGEST), compression_ratio.part
-    # The product of 24 and 32 bits, in halves of 12 and 16 bits that int32 holds.
+    # The product of 24 and 32 bits, computed in halves of 12 and 16 bits, which fit int32.
     high, low = tokens >> 12, tokens & 0xFFF
     upper, lower = (jnp.int32(half) for half in (part >> 16, part & 0xFFFF))
     product = high * lower + ((low * lower) >> 12)  # in units of 2**12
@@ -153,10 +153,10 @@ def shares(chunk: Chunk, compression_ratio: float | int | Divisor) -> Int[Array,
 
 
 def share(tokens: int, compression_ratio: float | int) -> int:
-    """Returns floor(tokens / compression_ratio), of at most `LONGEST` tokens.
+    """Returns floor(tokens / compression_ratio), for at most `LONGEST` tokens.
 
-    A quotient is rounded up to a whole number that it misses by less than tokens / 2**31, because a
-    ratio such as 2.7 is itself rounded.
+    A quotient less than tokens / 2**31 below a whole number is rounded up, because a ratio such as
+    2.7 is itself rounded.
     """
     return min(tokens, LONGEST) * _reciprocal(compression_ratio) >> 31
 
@@ -167,13 +167,13 @@ def _reciprocal(compression_ratio: float | int) -> int:
 
 
 def bounded(tokens: int, limit: int | None) -> Footprint:
-    """Returns the footprint of a row that grows up to a limit (None: no limit), all of it read."""
+    """Returns the footprint of a row that grows up to a limit (None: none) and is read whole."""
     slots = tokens if limit is None else min(tokens, limit)
     return Footprint(slots, 0, limit, reads=slots, attended=slots)
 
 
 def highest(scores: Float[Array, "B K S"], count: Int[Array, " B #K"]) -> Bool[Array, "B K S"]:
-    """Marks the `count` highest scores of each row; among equal scores, the later ones.
+    """Marks the `count` highest scores of each row; ties go to the later ones.
 
     # scores: [3, 1, 3, 2]  count: 2  Out: [1, 0, 1, 0]
     """

@@ -1,9 +1,8 @@
 """Delayed eviction: a marked token leaves the cache when it leaves the window.
 
-The mechanism shared by every policy in which the lifetime of a token does not depend on attention:
-DMS (the decision is learned), StreamingLLM (everything but the sinks is evicted), random eviction,
-and DMC (window 0: a token that the next one merges with is evicted at once, and the merged token
-takes its slot).
+The mechanism of all policies in which the lifetime of a token does not depend on attention: DMS (a
+learned decision), StreamingLLM (evicts everything but the sinks), random eviction, and DMC (window
+0: a token that merges with the next one is evicted at once, and the merged token takes its slot).
 
     marks[i] is the decision of token i about key i - shift
     key j is visible to query i  iff  i - j <= window  or  key j is not marked
@@ -13,9 +12,9 @@ out of the window. If the candidate is marked, the new token takes its slot and 
 grow; otherwise the new token is appended. A step first applies t's mark to its key and then checks
 the candidate, so that window 0 works.
 
-No page is freed by an eviction: a dead slot is reused in place, and pages come back because the
-host has reserved for the worst case, a row that appends every token, and trims the difference once
-it knows the row's length (`cache/pages.py`).
+No eviction frees a page: a dead slot is reused in place. Pages come back because the host reserves
+for the worst case, a row that appends every token, and trims the difference once it knows the row's
+length (`cache/pages.py`).
 
     w=2, marks that evict keys 1, 2 and 5 of 8; slots after t = 4, 5, 7:
     # t=4: [0, 4, 2, 3]     t=5: [0, 4, 5, 3]     t=7: [0, 4, 5, 3, 6, 7]
@@ -56,15 +55,15 @@ class DelayedEviction(Policy):
 
     @property
     def always_kept(self) -> int:
-        """Slots of a long row that no decision frees: the current token and its window."""
+        """Slots of a long row that decisions never free: the current token and its window."""
         return self.visible_window + 1
 
     def share_kept(self, compression_ratio: float | int) -> float:
-        """Returns the expected fraction of tokens that are kept when they leave the window."""
+        """Returns the expected fraction of tokens kept when they leave the window."""
         return 1 / compression_ratio if self.retrofit.needed else 1.0
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """Returns what is always kept and the expected number of other tokens that are."""
+        """Returns the slots that are always kept plus the expected number of other kept tokens."""
         always = min(self.always_kept, tokens)
         slots = always + (tokens - always) * self.share_kept(compression_ratio)
         return Footprint(slots, 0, None, reads=slots, attended=slots)
@@ -125,7 +124,7 @@ class DelayedEviction(Policy):
         entries = (2 * slots + evicted).astype(jnp.int32)
         return self.with_ring(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
 
-    # Policies whose row state has more than the ring (DMC) override these two.
+    # Policies with more row state than the ring (DMC) override these two.
     def ring_of(self, rows) -> Ring:
         """Returns the ring within the policy's row state."""
         return rows
@@ -167,7 +166,7 @@ class DelayedEviction(Policy):
         def entries_at(index, keep, new):
             """Sets the ring's entries at positions relative to the chunk; others are dropped."""
             index = jnp.where(keep, (first + index) % size, size)[:, None]
-            if num_tokens == 1:  # without a scatter XLA merges it with what else a step computes
+            if num_tokens == 1:  # without a scatter, XLA fuses it with the rest of the step
                 return jnp.where(jnp.arange(size) == index, new(ring), ring)
             batch, heads = ring.shape[:2]
             rows = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]

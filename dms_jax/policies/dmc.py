@@ -10,8 +10,8 @@ Each token either opens a new slot or is merged into the last one:
     score(i, j) += log(1 - alpha_{j+1})   for i > j                   (training, appendix F)
 
 The decision is read from one neuron of the key, the importance from the same neuron of the group's
-queries; neither neuron takes part in attention (both are zeroed before and after rotation).
-`merging` computes the sums: accumulation at inference, partial accumulation in training.
+queries. Neither takes part in attention (both are zeroed before and after rotation). `merging`
+computes the sums: accumulation at inference, partial accumulation in training.
 
 Of the paper's ablations (appendix E), `per="layer"` is DMC-HardC and `importance="uniform"` is
 uniform weighting; `FixedPooling` averages a fixed number of tokens; DMC-C, the local prior and
@@ -36,12 +36,12 @@ class DMC(Merging):
     """Learned merging of neighbouring tokens.
 
     Attributes:
-      window: number of most recent tokens of a segment that its mean is taken over, in training
-        and at inference, as in the released code; None for all, as in the paper's algorithm 1.
+      window: number of most recent tokens in the mean of a segment, in training and at inference,
+        as in the released code; None for all tokens, as in the paper's algorithm 1.
       neuron: the borrowed dimension of keys and queries: the first in the paper, the last in the
         released code. The cost of losing it depends on the model: try both.
-      per: whether each KV head decides for itself, or one decision holds for the layer
-        (DMC-HardC). The paper does not say how heads share; here their neurons are averaged.
+      per: whether each KV head decides, or the layer as a whole (DMC-HardC). The paper does not say
+        how heads share a decision; here their neurons are averaged.
       importance: whether importance is read from the queries, or is the same for all tokens.
       offset: constant c of the decision (k[n] - c) and of the importance (q[n] + c).
       epsilon: constant added to the importance, as in the released code (bfloat16's epsilon).
@@ -76,7 +76,7 @@ class DMC(Merging):
         return 0 if self.neuron == "first" else -1
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Returns whether each token is appended or merged, and its importance.
+        """Returns each token's decision (append or merge) and its importance.
 
         The first token of a sequence is always appended.
         """
@@ -103,8 +103,8 @@ class DMC(Merging):
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
         """Returns partially merged keys and values, and each key's bias: the next log(1 - alpha).
 
-        The first token of a document is never merged, whatever its logit, and does not count as
-        compressed.
+        The first token of a document is never merged, regardless of its logit, and does not count
+        as compressed.
         """
         decisions = chunk.decisions
         assert decisions.logits is not None

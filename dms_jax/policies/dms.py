@@ -1,7 +1,7 @@
 """Dynamic Memory Sparsification (Lancucki et al., arXiv 2506.05345).
 
-A pretrained model learns, per KV head and token, whether the token may leave the cache once it
-has left a window of recent tokens:
+A pretrained model learns, per KV head and token, whether to evict the token once it has left a
+window of recent tokens:
 
     a_t = raw_t * alpha_scale - alpha_offset,   d_t = 1[a_t > 0]                     (inference)
     alpha_t = sigmoid((a_t + g1 - g2) / tau),   g1, g2 ~ Gumbel(0, 1)       (training, eq. 1)
@@ -12,8 +12,8 @@ has left a window of recent tokens:
 `raw` is read from a borrowed query neuron (the last dimension of the first query head of each
 group, after the q-norm and before rotation; the neuron is zeroed before and after rotation, so
 that it takes no part in attention) or from an adapter on the residual stream. The defaults are
-those of NVIDIA's released code and checkpoints, where the decision about a token is made by the
-next one (shift 1); in the paper's text a token decides for itself (shift 0).
+those of NVIDIA's released code and checkpoints, where the next token decides about a token (shift
+1); in the paper's text a token decides about itself (shift 0).
 
 At inference the decision may also be sampled, d_t ~ Bernoulli(sigmoid(a_t)), as in training, where
 P(alpha_t > 1/2) = sigmoid(a_t) for any tau.
@@ -50,9 +50,9 @@ class DMS(DelayedEviction):
     Attributes:
       window: distance up to which a marked key stays visible to queries.
       source: whether the logit is read from a borrowed query neuron or from an adapter.
-      shift: token t + shift decides for key t. 1 as in the released code, 0 as in the paper's
-        text; `shift=window` decides as the key leaves the window ("immediate", Table 6).
-      per: whether each KV head decides for itself, or head 0 for the whole layer.
+      shift: token t + shift decides about key t. 1 as in the released code, 0 as in the paper's
+        text; `shift=window` decides when the key leaves the window ("immediate", Table 6).
+      per: whether each KV head decides, or head 0 for the whole layer.
       alpha_scale, alpha_offset: logit = raw * alpha_scale - alpha_offset.
       temperature: tau of the relaxation.
       decisions: whether inference takes the sign of the logit, or samples with its probability.
@@ -125,26 +125,26 @@ class DMS(DelayedEviction):
         return Decisions(logits=logits, marks=drawn < jax.nn.sigmoid(logits))
 
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
-        """Returns the logit of each key's eviction, which a later token may decide."""
+        """Returns the logit of each key's eviction, which may come from a later token."""
         assert decisions.logits is not None
-        return self._of_keys(decisions.logits)
+        return self._shift_to_keys(decisions.logits)
 
     def borrowed(self, group: int, head_dim: int):
         """See `Policy.borrowed`: the last dimension of the first query head of each group."""
         return () if self.source == "adapter" else ((0, head_dim - 1),)
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
-        """Returns each key's bias: log(1 - alpha) of the token that decides for it."""
+        """Returns each key's bias: log(1 - alpha) of the token that decides about it."""
         assert chunk.decisions.logits is not None
         if self.per == "layer":  # one decision, so one noise sample
             noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
-        bias = self._of_keys(log_keep(noisy))
+        bias = self._shift_to_keys(log_keep(noisy))
         return Relaxed(
             k=chunk.tokens.k, v=chunk.tokens.v, bias=bias, decisions=straight_through(noisy)
         )
 
-    def _of_keys(self, x: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Moves what token j + shift says to key j; a shift beyond the sequence leaves zeros."""
+    def _shift_to_keys(self, x: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+        """Moves the value of token j + shift to key j; beyond the sequence it is zero."""
         moved = jnp.pad(x[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
         return moved[..., : x.shape[-1]]

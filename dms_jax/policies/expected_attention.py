@@ -7,12 +7,12 @@ expected unnormalised attention of a key is
     e_j     = exp(k_j R m / sqrt(d) + k_j R C R' k_j / 2d)
     score_j = (mean over the group of e_j / sum_i e_i  +  epsilon) * |v_j|
 
-The first `sinks` tokens are always kept, and are not part of the sum; nor are the last `recent`
-ones. As published a context is cut before the question is read, so that the question is whole:
-`recent` keeps as many last tokens, and their queries count among the others. Published figures on
-RULER are those of `AdaKV(ExpectedAttention(epsilon=1e-2, interval=None))` with the question kept.
-The state holds the mean and covariance of every query head in at least float32: d and d * d numbers
-(d without `covariance`).
+The first `sinks` and the last `recent` tokens are always kept, and are not part of the sum. In the
+publication a context is cut before the question is prefilled, so the question stays whole; here set
+`recent` to the length of the question, whose queries count too. Published figures on RULER are
+those of `AdaKV(ExpectedAttention(epsilon=1e-2, interval=None))` with the question kept. The state
+holds the mean and covariance of every query head in at least float32: d and d * d numbers (d
+without `covariance`).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from dms_jax.policies.budget import Sinks
 from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, TracedInt
 
-FURTHEST = 2**17  # positions: more than the context of most models
+FURTHEST = 2**17  # positions; more than most models have
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -100,7 +100,7 @@ class ExpectedAttention(Scorer):
         return dataclasses.replace(state, rows=rows)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """Returns the expected attention, computed one query head of every group at a time."""
+        """Returns the expected attention, computed for one query head of every group at a time."""
         queries: QueryStatistics = state.rows
         wide = queries.mean.dtype
         keys = rows.k.astype(wide)

@@ -4,8 +4,8 @@ Every n tokens from the start of the sequence are averaged into one slot:
 
     alpha_t = 1[t mod n > 0],   omega_t = 1
 
-The model adapts to the pooling but learns no decisions, so no neuron is borrowed, and training and
-inference are the same. The compression ratio is n from the first step on.
+The model adapts to the pooling but learns no decisions, so it borrows no neuron, and training
+equals inference. The compression ratio is n from the first step on.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class FixedPooling(Merging):
         return Decisions(marks=jnp.broadcast_to(joins, shape), importance=jnp.ones(shape, wide))
 
     def relax(self, chunk: Chunk, noise: Float[Array, "B K T"]) -> Relaxed:
-        """Returns the same form as inference: the decisions are constants."""
+        """Returns the form used at inference: the decisions are constants."""
         decisions = chunk.decisions
         assert decisions.importance is not None
         joins = hard_marks(decisions)

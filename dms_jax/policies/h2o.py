@@ -6,13 +6,12 @@ has received from all queries since it was written, including its own:
     s_j = sum over queries i >= j of  mean over the group of softmax(q_i K)_j
 
 With grouped queries the weight of a query is the mean over the group (the paper has one head per
-group; a mean gives the same ranking as a sum). Over queries it is a sum, not a mean, so old tokens
-are favoured, as published. Half of the budget goes to the most recent tokens and half to those
-with the largest sums; beyond the budget, each query evicts the token with the smallest sum among
-those that are not recent.
+group; a mean gives the same ranking as a sum). Over queries it is a sum, not a mean, which favours
+old tokens, as published. Half of the budget goes to the most recent tokens and half to those with
+the largest sums; beyond the budget, each query evicts the non-recent token with the smallest sum.
 
-Where a chunk of a prompt attends in one pass, `pallas_kernels.received_attention` computes its sums
-from the scores a second time, in memory linear in the prompt.
+If a chunk of a prompt attends in one pass, `pallas_kernels.received_attention` recomputes the
+scores for the sums, in memory linear in the prompt.
 """
 
 import dataclasses
@@ -64,7 +63,7 @@ class H2O(VictimEviction):
         return dataclasses.replace(state, pages=received)
 
     def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
-        """Adds the weights of one query, or of all queries of a chunk in one pass."""
+        """Adds the weights of one query, or of all queries of a one-pass chunk."""
         if seen.weights is None:
             return _add(state, self._received_from(state, chunk, seen.q, seen.rows()), chunk)
         state = _add(state, seen.weights.mean(2), chunk)

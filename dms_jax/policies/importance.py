@@ -1,18 +1,18 @@
 """The target of learned evictions: how important a token is to later queries.
 
-    c_hij = a_hij * ||W_o^h v_j|| / ||x_i||     what key j adds to the residual stream of query i
+    c_hij = a_hij * ||W_o^h v_j|| / ||x_i||     what key j adds to query i's residual stream
     s_j   = max over i > j + window, h in the group, of c_hij              "max", KVzip+ and KVzap
     s_j   = mean over i > j + window, h in the group, of c_hij                             "mean"
 
 with a the attention weights of query head h over the whole past, x the input of the layer's
 attention after its norm, and W_o^h the rows of the output projection that read head h (KVzap, arXiv
-2601.07891, section 3). Queries within the window see the key in any case, so only later ones
-count; a key that none of them follows has no importance (`known`). KVzip takes the queries of a
-repetition of the text; here they are those of the text itself, as in training DMS.
+2601.07891, section 3). Queries within the window see the key in any case, so only later ones count;
+a key without later queries has no importance (`known`). KVzip uses the queries of a repetition of
+the text; here they are the text's own, as in training DMS.
 
-The logarithm is what a scorer predicts. Weights below exp(-16) count as that. The first tokens of
-a document are not judged by it (`FutureAttention.sinks`): their weights are large and their values
-small, so that little is lost with what they add, but without them all other weights grow.
+A scorer predicts the logarithm. Weights below exp(-16) are raised to it. The first tokens of a
+document are exempt (`FutureAttention.sinks`): their weights are large and their values small, so
+their contribution is small, but without them all other weights grow.
 """
 
 from typing import no_type_check
@@ -24,11 +24,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.policies.values import FutureAttention
 
-# A scorer predicts SCALE * output + LEVEL: a tenth of the weights reaches the level of the scores.
+# A scorer predicts SCALE * output + LEVEL, so that small weights reach the level of the scores.
 SCALE, LEVEL = 10.0, -6.0
 LEAST = -16.0
-SINKS = 4  # first tokens that importance does not judge
-BLOCK = 128  # queries whose weights exist at a time
+SINKS = 4  # first tokens exempt from importance
+BLOCK = 128  # queries whose weights are in memory at a time
 
 
 @no_type_check  # jax also builds it from shapes
@@ -41,7 +41,7 @@ class Importance:
 
 
 def predicted(output: Float[Array, "B K T"], level: float = LEVEL) -> Float[Array, "B K T"]:
-    """Returns the logarithm of the importance that a scorer predicts, in at least float32.
+    """Returns a scorer's prediction of the logarithm of the importance, in at least float32.
 
     # In: [0.0, 0.2]  Out: [-6.0, -4.0]
     """
@@ -62,10 +62,10 @@ def importance(
 
     Args:
       q, k: rotated queries and keys.
-      value_norms: norm of each value behind the output projection, for each query head.
+      value_norms: norm of each value after the output projection, for each query head.
       input_norms: norm of the layer's input at each token.
-      seen_as: the window within which queries do not count, and the reduction over the others and
-        over the query heads of a group.
+      seen_as: the window within which queries do not count, and the reduction over the other
+        queries and over the query heads of a group.
       scale: factor on the dot products.
       segment_ids: ids of the documents packed into each sequence.
     """
@@ -91,7 +91,7 @@ def importance(
         scores = scale * jnp.einsum("BTKGD,BSKD->BKGTS", queries, k, preferred_element_type=wide)
         seen = (ids[..., None] == segment_ids[:, None]) & (at[:, None] >= keys)  # [B, T, S]
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        # The queries that fill up the last block see nothing.
+        # The padding queries of the last block see nothing.
         normaliser = jnp.maximum(jax.nn.logsumexp(scores, axis=-1, keepdims=True), -1e30)
         logs = scores - normaliser - jnp.log(norms.astype(wide))[:, None, None, :, None]
         later = seen & (at[:, None] - keys > seen_as.window)

@@ -10,13 +10,13 @@ The weights are not renormalised after the selection, so they sum to a little le
 full attention, and so do the first `first_layers` layers, whose values stay on the device.
 
 Half of the memory of the other layers moves to the host; none is freed, and every key is read.
-With G = H / K query heads a KV head, S tokens and S and D far above 1, reading is saved where
+With G = H / K query heads per KV head, S tokens, and S and D far above 1, reading is saved if
 
     N G D / link < (S D - N G D) / device    <=>    S / N > G (device / link + 1)
 
 (equations 3 and 4 for any G; bandwidths in bytes a second). Fetches grow with the number of query
-heads while the reads that they save do not: the break-even context is G times longer than with one
-KV head per query head.
+heads, but the saved reads do not: the break-even context is G times longer than with one KV head
+per query head.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class KCache(SelectiveReading):
         request instead. This needs values="device": fetches from the host have a fixed size.
       first_layers: number of first layers whose values stay on the device and are all read.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
-      values: memory that holds the values of the other layers. "device" saves no memory; it is for
-        meshes, which do not support "host", and for measuring the effect of the selection alone.
-      over: the policy that decides what the cache holds.
+      values: memory of the other layers' values. "device" saves no memory; it is for meshes, which
+        do not support "host", and for measuring the effect of the selection alone.
+      over: the policy that decides which tokens the cache holds.
     """
 
     top: Count = 128
@@ -90,7 +90,7 @@ class KCache(SelectiveReading):
         """Reads every key, and fetches the values of the largest weights."""
         if self.compression_ratio is None:
             fetch = Fetch(self.top, renormalize=self.renormalize)
-        else:  # at most as many as the row holds
+        else:  # at most the tokens of the row
             counts = jnp.maximum(shares(chunk, self.compression_ratio), 1)
             fetch = Fetch(LONGEST, counts, self.renormalize)
         return dataclasses.replace(super().read(state, q, chunk, placement), fetch=fetch)

@@ -2,9 +2,9 @@
 
     score_j = -|k_j|
 
-Where a token occurs twice, its keys in the first layer differ only by a rotation, and its rounding
-should not decide which is kept: norms are compared in 12 bits, and among equal norms the most
-recent token is kept.
+If a token occurs twice, its keys in the first layer differ only by a rotation, whose rounding
+should not decide which one is kept. So norms are compared in 12 bits, and ties keep the most recent
+token.
 """
 
 import dataclasses

@@ -1,19 +1,19 @@
-"""KVpop (arXiv 2607.05061): a learned score as a token leaves the window, a fixed budget a head.
+"""KVpop (arXiv 2607.05061): a learned score when a token leaves the window; a budget per head.
 
     score_j = 10 (own(x_j) + late(x_{j + window})) - 6
 
-A token is scored when it leaves the window of recent tokens, with what the model knows by then:
-`own` reads the residual stream at the token and `late` at the one that pushes it out. Both are
+A token is scored when it leaves the window of recent tokens, with the information available then:
+`own` reads the residual stream at the token, `late` at the token that pushes it out. Both are
 outputs of one scorer per layer, and their sum is regressed (squared error) on the logarithm of the
 importance to later queries (`importance.py`, "mean"), while the model is frozen and nothing is
 evicted. Once a head holds its budget, each step evicts the token with the lowest score among those
 beyond the window, and the next token takes its slot: all heads have the same length, and one
 training serves every budget.
 
-What differs from the publication, of which we know the abstract: its scorer carries a recurrent
-state over the window (an xLSTM), for which `late` stands here; and it trains all weights.
+Differences from the publication, of which we know the abstract: its scorer carries a recurrent
+state over the window (an xLSTM), which `late` replaces here; and it trains all weights.
 
-A prompt gets full attention and one cut, or is run like an answer (`victims.py`).
+A prompt gets full attention and one cut, or runs like an answer (`victims.py`).
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ from dms_jax.policies.values import (
 )
 from dms_jax.policies.victims import VictimEviction
 
-# Worth of a slot whose token is within the window: this, plus the token's position modulo window.
-WITHIN_WINDOW = 2.0**22  # float32 holds whole numbers up to four times as large
+# Score stored for a token within the window: this plus the token's position modulo window.
+WITHIN_WINDOW = 2.0**22  # float32 represents integers exactly up to four times this
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
@@ -62,9 +62,9 @@ class KVpop(VictimEviction):
     """Keeps the window and, within the budget of a head, the tokens with the highest scores.
 
     Attributes:
-      budget, compression_ratio, prefill: see `VictimEviction`; the budget holds the window.
-      window: distance up to which every key stays visible to queries; its end is when a token is
-        scored, so a scorer works best with the window that it was trained with.
+      budget, compression_ratio, prefill: see `VictimEviction`; the budget includes the window.
+      window: distance up to which every key stays visible to queries. A token is scored when it
+        leaves the window, so a scorer works best with the window of its training.
       hidden: hidden units of the scorer; 0 for a linear one.
     """
 
@@ -96,7 +96,7 @@ class KVpop(VictimEviction):
         )
 
     def decide(self, tokens: Tokens) -> Decisions:
-        """Returns what each token says of itself, and of the one that it pushes out."""
+        """Returns each token's score of itself, and of the token that it pushes out."""
         assert tokens.adapter_logits is not None
         assert tokens.late_logits is not None
         return Decisions(
@@ -129,10 +129,10 @@ class KVpop(VictimEviction):
         return dataclasses.replace(rows, victim=victim)
 
     def written(self, state: PolicyState, chunk: Chunk, placement: Placement, pool) -> PolicyState:
-        """Scores what leaves the window, and marks the slots of what is in it."""
+        """Scores tokens that leave the window, and marks the slots of tokens in it."""
         window: Window = state.rows
         pages, table = self._leave(state.pages, window.own, chunk), chunk.page_table
-        pages = put_slots(pages, table, placement.slots, self._worth(chunk))
+        pages = put_slots(pages, table, placement.slots, self._stored_scores(chunk))
         window = dataclasses.replace(window, own=self._enter(window.own, chunk))
         return dataclasses.replace(state, rows=window, pages=pages)
 
@@ -140,7 +140,7 @@ class KVpop(VictimEviction):
         self, pages: Float[Array, "N P"], own: Float[Array, "B K W"], chunk: Chunk
     ) -> Float[Array, "N P"]:
         """Scores each earlier token that the chunk pushes out of the window."""
-        late, first, table = _late(chunk), chunk.first[:, None, None], chunk.page_table
+        late, first, table = _late_scores(chunk), chunk.first[:, None, None], chunk.page_table
         size = own.shape[-1]
         worth = slot_values(pages, table)
         live = jnp.arange(worth.shape[-1]) < chunk.lengths[..., None]
@@ -161,9 +161,9 @@ class KVpop(VictimEviction):
         rows = jnp.where(leaves, score, worth).reshape(*table.shape, -1)
         return pages.at[table].set(rows, mode="drop")
 
-    def _worth(self, chunk: Chunk) -> Float[Array, "B K T"]:
-        """Returns what is stored with each token of the chunk, once all of it is written."""
-        index = jnp.arange(_late(chunk).shape[-1])
+    def _stored_scores(self, chunk: Chunk) -> Float[Array, "B K T"]:
+        """Returns the stored score of each token of the chunk, once the whole chunk is written."""
+        index = jnp.arange(_late_scores(chunk).shape[-1])
         place = (chunk.first[:, None] + index) % max(self.window, 1)
         leaves = index + self.window < chunk.count[:, None]
         score = self.predictions(chunk.decisions)
@@ -199,12 +199,12 @@ class KVpop(VictimEviction):
         return highest(jnp.where(rows.live, scores, -jnp.inf), self.budget_of(chunk))
 
 
-def _late(chunk: Chunk) -> Float[Array, "B K T"]:
-    """Returns what each token of the chunk says of the one that it pushes out."""
+def _late_scores(chunk: Chunk) -> Float[Array, "B K T"]:
+    """Returns each token's score of the token that it pushes out of the window."""
     assert chunk.decisions.late is not None
     return chunk.decisions.late
 
 
 def _score(own: Float[Array, "..."], late: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the score of a token: a logarithm, never so large as to mean "in the window"."""
+    """Returns the score of a token: a logarithm, clipped below `WITHIN_WINDOW`."""
     return jnp.minimum(own + late, WITHIN_WINDOW / 2)

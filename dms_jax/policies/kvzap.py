@@ -3,24 +3,23 @@
     log s_j = 10 scorer(x_j) - 6     d_j = 1[log s_j < threshold]
     key j is visible to query i  iff  i - j <= window  or  d_j = 0  or  j < sinks
 
-The factor and the constant are ours: Adam then reaches the level of the scores in a few steps. The
-scorer reads the residual stream as DMS's adapter does: one linear map per layer, or two layers
-with GELU between them. It is regressed (squared error) on the logarithm of the importance that
-attention gives (`importance.py`, "max"), while the model is frozen and nothing is evicted. The
-threshold decides how much is kept, in each head as much as its scores say: heads are uneven, as
-with DMS, and one training serves every ratio. `dms_jax.calibrate` finds the threshold that keeps a
-share of the tokens of held-out text.
+The factor and the constant are our choice: with them Adam reaches the level of the scores in a few
+steps. The scorer reads the residual stream like DMS's adapter: one linear map per layer, or two
+layers with GELU between them. It is regressed (squared error) on the logarithm of the importance
+from attention (`importance.py`, "max"), while the model is frozen and nothing is evicted. The
+threshold sets the number of kept tokens, which differs between heads, as with DMS, and one training
+serves every ratio. `dms_jax.calibrate` finds the threshold that keeps a given share of the tokens
+of held-out text.
 
-What differs from the publication: KVzip+ takes the attention of a repetition of the text and from
-all of it, and here it is the text's own queries beyond the window (`importance.py`); the
-publication trains outside of the model, on sampled tokens; `sinks` are ours; and so is the form of
-the scorer, which has an RMS norm of its own before its layers and the tanh form of GELU, where the
-publication reads the hidden states after the layer's own norm, with the exact GELU. Its
-checkpoints cannot be loaded.
+Differences from the publication: KVzip+ uses the attention of all queries of a repetition of the
+text, here the text's own queries beyond the window (`importance.py`). The publication trains
+outside the model, on sampled tokens. `sinks` are our addition. Our scorer has its own RMS norm and
+the tanh form of GELU; the publication's reads the hidden states after the layer's norm, with the
+exact GELU. Its checkpoints cannot be loaded.
 
-The first tokens are always kept. Attention rests on them although their values are next to nothing,
-so their importance, weight times norm of the value, is low; but a model that loses them writes
-nonsense. Nothing is learned of them either.
+The first tokens (sinks) are always kept. They get much attention although their values are tiny, so
+their importance, weight times norm of the value, is low; but a model that loses them writes
+nonsense. They are excluded from training too.
 
 In training under its own decisions, which the publication does not have, the relaxation is DMS's
 with the logit `threshold - log s_j`.
@@ -47,7 +46,7 @@ from dms_jax.policies.values import (
     Tokens,
 )
 
-NEVER = -1e30  # logit of what is not decided
+NEVER = -1e30  # logit of tokens that are never evicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class KVzap(DelayedEviction):
 
     Attributes:
       window: distance up to which every key stays visible to queries.
-      threshold: least logarithm of the importance of a token that is kept.
+      threshold: smallest log-importance of a token that is kept.
       hidden: hidden units of the scorer; 0 for a linear one.
       temperature: tau of the relaxation.
       sinks: number of first tokens that are never evicted.

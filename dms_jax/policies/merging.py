@@ -1,4 +1,4 @@
-"""Merging neighbouring tokens: weighted means of segments, with hard and with soft decisions.
+"""Merging neighbouring tokens: weighted means of segments, with hard or soft decisions.
 
 Each token either opens a segment or joins the open one, and the cache holds one slot per segment:
 
@@ -12,7 +12,7 @@ position of the newest token, so joining a segment rewrites its slot.
 
 In terms of delayed eviction a merge is an eviction with window 0: the new token takes the previous
 token's slot and stores the mean of the whole segment. In training every intermediate slot is kept,
-and those that a later token joined are masked softly: key j has the bias log(1 - alpha_{j+1}) for
+and slots that a later token joined are masked softly: key j has the bias log(1 - alpha_{j+1}) for
 every query but its own (appendix F).
 """
 
@@ -30,16 +30,16 @@ from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, Retrof
 
 
 def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) -> Any:
-    """Returns S_t over the last `window` tokens, or over all.
+    """Returns S_t over the last `window` tokens, or over all tokens.
 
     Args:
       values: omega_t x_t, a tree of [B, T, K, ...].
       alpha: degree to which each token joins the segment before it, from 0 to 1.
       window: number of tokens to sum over; None for all.
 
-    All T sums are computed at once: with a window, sums over 1, 2, 4, ... tokens are doubled and
-    joined in about log2(window) passes over the values; without one, by an associative scan.
-    Nothing is subtracted, so nothing cancels.
+    All T sums are computed at once: with a window, by doubling and joining sums over 1, 2, 4, ...
+    tokens in about log2(window) passes over the values; without one, by an associative scan. There
+    are no subtractions, so no cancellation.
     """
     if window is None or window >= alpha.shape[1]:
         return jax.lax.associative_scan(_join, (alpha, values), axis=1)[1]
@@ -59,7 +59,7 @@ def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) 
 def _join(earlier: Any, later: Any) -> Any:
     """Combines (product, sum) of two adjacent ranges of tokens."""
     product, alpha = earlier[0] * later[0], later[0]
-    sums = jax.tree.map(lambda a, b: _like(alpha, b) * a + b, earlier[1], later[1])
+    sums = jax.tree.map(lambda a, b: _expand_to(alpha, b) * a + b, earlier[1], later[1])
     return product, sums
 
 
@@ -73,7 +73,7 @@ def _delay(tree: Any, by: int) -> Any:
     )
 
 
-def _like(x: Array, other: Array) -> Array:
+def _expand_to(x: Array, other: Array) -> Array:
     return x.reshape(x.shape + (1,) * (other.ndim - x.ndim))
 
 
@@ -116,7 +116,7 @@ class Merging(DelayedEviction):
 
     @property
     def retrofit(self) -> Retrofit:
-        """A differentiable form, but no decisions that must be learned."""
+        """A differentiable form, but no decisions to learn."""
         return Retrofit(possible=True)
 
     @property
@@ -126,7 +126,7 @@ class Merging(DelayedEviction):
 
     @property
     def merge_window(self) -> int | None:
-        """Number of most recent tokens of a segment that its mean is taken over; None for all."""
+        """Number of most recent tokens in the mean of a segment; None for all."""
         return None
 
     def init_state(self, shape: CacheShape) -> PolicyState:
@@ -148,7 +148,7 @@ class Merging(DelayedEviction):
         new = jnp.concatenate([old_k.astype(wide), old_v.astype(wide)], -1) * omega
         new = jnp.concatenate([new, omega], -1)
         sums = segment_sums(new, alpha, self.merge_window)
-        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._carried(rows, old_k.shape[1])
+        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._earlier_share(rows, old_k.shape[1])
         mean = sums[..., :-1] / sums[..., -1:]
         joins = joins[..., None]
         tokens = dataclasses.replace(
@@ -159,8 +159,8 @@ class Merging(DelayedEviction):
         rows = dataclasses.replace(rows, sums=self._gathered(rows, sums, new, alpha, chunk.count))
         return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, tokens=tokens)
 
-    def _carried(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
-        """Returns the part of the earlier sums that each token of the chunk still includes."""
+    def _earlier_share(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
+        """Returns the share of the earlier sums that each token of the chunk still includes."""
         before = jnp.moveaxis(rows.sums, 1, 2)  # [B, n, K, sums]
         if self.merge_window is None:
             return before
@@ -186,7 +186,7 @@ class Merging(DelayedEviction):
         take = lambda x: jnp.take_along_axis(x, index[(...,) + (None,) * (x.ndim - 2)], axis=1)  # noqa: E731
         kept = take(jnp.concatenate([before, new], axis=1))
         if self.merge_window is not None:
-            # Entries before the token that opened the segment are outside of it.
+            # Entries before the token that opened the segment do not belong to it.
             opened = take(jnp.pad(1 - alpha, ((0, 0), (entries, 0), (0, 0))))
             after = jax.lax.cumsum(opened, axis=1, reverse=True) - opened
             kept = jnp.where(after[..., None] > 0, 0, kept)

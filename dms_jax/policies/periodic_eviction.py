@@ -1,12 +1,12 @@
 """Periodic eviction: rows grow, and are cut back to a budget by scores.
 
-The standard training-free methods differ in one function: the scores of the tokens in the cache.
-The rest is common to all, and is here. A prompt gets full attention, each chunk in one pass; after
-its last token each row is cut to the `budget` tokens with the highest scores. From then on tokens
-are appended, and when the rows of a layer hold budget + interval tokens on average, they are cut
-back after the attention of that step (kvpress's published decoding has a budget of 2048 and an
-interval of 512). The kept tokens stay in order, so the last slots of a row are always the most
-recent tokens, and the pages freed by a cut are released.
+The standard training-free methods differ in one function, the scores of the tokens in the cache;
+this module is the common part. A prompt gets full attention, each chunk in one pass; after its last
+token each row is cut to the `budget` tokens with the highest scores. Then tokens are appended, and
+when the rows of a layer hold budget + interval tokens on average, they are cut back after that
+step's attention (kvpress's published decoding has a budget of 2048 and an interval of 512). The
+kept tokens stay in order, so the last slots of a row are always the most recent tokens, and the
+pages freed by a cut are released.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ Interval = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class PeriodicEviction(Policy):
-    """The mechanism of periodic eviction: when rows are cut, and which slots are kept."""
+    """The mechanism of periodic eviction: the time of cuts, and the slots to keep."""
 
     @property
     def shrinks(self) -> bool:
@@ -46,7 +46,7 @@ class PeriodicEviction(Policy):
 
     @property
     def parallel(self):
-        """Prompts in one pass; answers token by token, because a cut may fall between two."""
+        """Prompts in one pass; answers token by token, because a cut may come after any token."""
         return "prompts"
 
     @property
@@ -64,7 +64,7 @@ class PeriodicEviction(Policy):
         raise NotImplementedError
 
     def scores(self, state: PolicyState, chunk: Chunk, rows: Rows) -> Float[Array, "B K S"]:
-        """Returns the score of each slot; +inf for those that are always kept.
+        """Returns the score of each slot; +inf for slots that are always kept.
 
         Args:
           state: the policy's state.
@@ -76,7 +76,7 @@ class PeriodicEviction(Policy):
     def select(
         self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
     ) -> Bool[Array, "B K S"]:
-        """Returns the retention mask; slots that are not in use score -inf."""
+        """Returns the retention mask; unused slots score -inf."""
         return highest(scores, budget)
 
     def survivors(self, state, chunk, rows, q) -> Bool[Array, "B K S"]:
@@ -107,7 +107,7 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
 
     interval: Interval = 512
 
-    protected_by: ClassVar[str] = "by rule"  # the field that sets how many are protected
+    protected_by: ClassVar[str] = "by rule"  # the field that sets `protected`
 
     def __post_init__(self):
         super().__post_init__()
@@ -121,7 +121,7 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
 
     @property
     def least_budget(self) -> TracedInt:
-        """See `BudgetedPolicy.least_budget`: one token more than those that are always kept."""
+        """See `BudgetedPolicy.least_budget`: one token more than `protected`."""
         return self.protected + 1
 
     @property
@@ -142,11 +142,11 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Answering:
-    """State of a policy that cuts rows during the answer alone.
+    """State of a policy that cuts rows only during the answer.
 
     Attributes:
-      prompt: number of tokens of the prompt, 0 before one was read.
-      own: what the policy itself remembers, as `SnapKV` and its like have it.
+      prompt: number of tokens of the prompt, 0 before it is prefilled.
+      own: the subclass's own state.
     """
 
     prompt: Int[Array, "B K"] = struct.field(metadata=ROWS)
@@ -155,7 +155,7 @@ class Answering:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerEviction(Scorer):
-    """Base of policies that were made for long answers: a prompt's end cuts nothing.
+    """Base of policies for long answers: the end of a prompt cuts nothing.
 
     Attributes:
       budget, compression_ratio: see `Scorer`.
@@ -166,20 +166,20 @@ class AnswerEviction(Scorer):
 
     @property
     def shrinks(self) -> bool:
-        """See `Policy.shrinks`: what a prompt appends stays until a cut in its answer."""
+        """See `Policy.shrinks`: a prompt stays whole until a cut in its answer."""
         return False
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """Returns the budget and an interval on average, without a bound: prompts stay whole."""
+        """Returns the budget plus an interval on average; no bound, because prompts stay whole."""
         slots = min(tokens, self.budget_for(tokens) + self.interval)
         return Footprint(slots, 0, None, reads=slots, attended=slots)
 
     def init_own(self, shape: CacheShape) -> Any:
-        """Returns what the policy itself remembers of empty rows."""
+        """Returns the subclass's own state for empty rows."""
         return ()
 
     def observe_own(self, own: Any, chunk: Chunk, q: Float[Array, "B T H D"]) -> Any:
-        """Updates what the policy itself remembers; q are the chunk's rotated queries."""
+        """Updates the subclass's own state; q are the chunk's rotated queries."""
         return own
 
     def init_state(self, shape: CacheShape) -> PolicyState:
@@ -188,7 +188,7 @@ class AnswerEviction(Scorer):
         return PolicyState(rows=Answering(prompt=prompt, own=self.init_own(shape)))
 
     def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
-        """Counts the tokens of a prompt, which come in chunks of one pass."""
+        """Counts the tokens of a prompt, which arrive in one-pass chunks."""
         rows: Answering = state.rows
         prompt = rows.prompt
         if chunk.static.one_pass:
@@ -199,7 +199,7 @@ class AnswerEviction(Scorer):
 
 
 def holds(lengths: Int[Array, "B K"], tokens: Int[Array, " B"], chunk: Chunk) -> Bool[Array, " B"]:
-    """Returns whether the rows of a layer hold at least so many tokens on average."""
+    """Returns whether the rows of a layer hold at least `tokens` tokens on average."""
     total, heads = lengths.sum(1), lengths.shape[1]
     if chunk.static.head_axis is not None:
         total, heads = jax.lax.psum((total, heads), chunk.static.head_axis)

@@ -11,10 +11,9 @@ with the highest sums of their scores, which the group then reads once. The prom
 attention, and so do the first `dense_layers` layers. Memory is not reduced; reads are, to the
 budget and two vectors per page.
 
-Over a policy with eviction (`over=DMS(...)`) the pages hold the kept tokens, whose slots are
-reused: the page that is always read is the one that the current token was written to, and the
-bounds of every written page are recomputed from the keys that it now holds, so they never include
-an evicted key.
+Over a policy with eviction (`over=DMS(...)`) pages hold kept tokens, and slots are reused. The page
+that is always read is the one with the current token, and the bounds of every written page are
+recomputed from its present keys, so they never include an evicted key.
 """
 
 import dataclasses
@@ -60,14 +59,14 @@ class Quest(BudgetedPolicy, SelectiveReading):
     Attributes:
       budget: number of tokens read per query head and step, rounded down to whole pages.
       compression_ratio: if given, the budget is (prompt + longest answer) / compression_ratio for
-        each request instead, and at least one page; the page tables that the kernel then reads are
-        as wide as those of all pages, not of the selected ones.
+        each request instead, and at least one page; the kernel's page tables are then as wide as
+        for all pages, not for the selected ones.
       dense_layers: number of first layers that read everything.
       force_last_page: whether the page of the current token is always read (as in the original
         kernels); otherwise the bound decides, and at least 3 pages are read (as in the original
         evaluation code).
-      per: whether each query head selects, or the query heads of a KV head together.
-      over: the policy that decides what the cache holds.
+      per: whether each query head selects pages, or the query heads of a KV head together.
+      over: the policy that decides which tokens the cache holds.
     """
 
     budget: Annotated[Tokens, Traced(int, bounded=True)] = 1024  # the bound sizes the page tables
@@ -76,7 +75,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
     per: Literal["query_head", "kv_head"] = "query_head"
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
-        """Returns the first layers, which keep bounds but read everything, and the others."""
+        """Returns the first layers, which keep bounds but read everything, and the other layers."""
         dense = min(self.dense_layers, num_layers)
         everything = self.replaced(budget=LONGEST, compression_ratio=None)
         runs = (LayerGroup(0, dense, everything), LayerGroup(dense, num_layers, self))
@@ -118,7 +117,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         if slots.shape[-1] == 1:
             column = jnp.maximum(slots, 0) // size
             written = slots != NOT_STORED
-        else:  # in a chunk of a prompt: all pages of the rows
+        else:  # a chunk of a prompt: all pages of the rows
             column = jnp.broadcast_to(
                 jnp.arange(chunk.page_table.shape[-1]), chunk.page_table.shape
             )
@@ -148,7 +147,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
         selected = num_pages  # at most
         if self.compression_ratio is None:
             bound = self.bound("budget")
-            if bound // 2 >= num_pages * page_size:  # the budget is above half of its bound
+            if bound // 2 >= num_pages * page_size:  # a budget exceeds half of its bound
                 return Reading(page_table, lengths)
             selected = min(max(bound // page_size, floor), num_pages)
         count = jnp.maximum(self.budget_of(chunk)[..., None] // page_size, floor)  # [B, 1, 1]
@@ -160,7 +159,7 @@ class Quest(BudgetedPolicy, SelectiveReading):
             score = jnp.where(index == current, jnp.inf, score)
         # Pages that are not live have no bounds: their scores can be anything, including NaN.
         score = jnp.where(index < live[:, :, None, None], score, -jnp.inf)
-        # Those of a sequence whose numbers have overflowed have a place in the order, too.
+        # Scores of a sequence with overflowed numbers must be comparable, too.
         score = jnp.where(jnp.isnan(score), jnp.inf, score)
         # In ascending order: the last page, the only partial one, stays last.
         if selected < num_pages:
@@ -174,8 +173,8 @@ class Quest(BudgetedPolicy, SelectiveReading):
         chosen = jnp.where(
             has_last, (count - 1) * page_size + partial[..., None], count * page_size
         )
-        # With fewer live pages than selected ones, the first `live` of them are the live ones and
-        # there is nothing to select: the group reads its row once and no bounds.
+        # If fewer pages are live than selected, the first `live` of them are the live ones and
+        # nothing is selected: the group reads its row once, and no bounds.
         all_live = live <= count[..., 0]
         reads = jnp.where(all_live, lengths, chosen.sum(-1) + live).sum(-1, dtype=jnp.int32)
         lengths = jnp.where(all_live[..., None], lengths[..., None], chosen)
@@ -210,16 +209,16 @@ class Quest(BudgetedPolicy, SelectiveReading):
 def _bounded_largest(
     score: Float[Array, "B K G M"], count: Int[Array, "B 1 1 1"], bound: int
 ) -> Int[Array, "B K G n"]:
-    """Returns the pages with the `count` highest scores, in ascending order, and behind them any.
+    """Returns the pages with the `count` highest scores, in ascending order, then arbitrary ones.
 
-    They are found among `bound` columns, a static number: what the bound is above the count goes
-    to columns behind the pages that score +inf. A page that scores +inf comes before those.
+    The result has `bound` columns, a static number. The bound - count surplus columns are filled by
+    padding columns after the pages, which score +inf; a page that scores +inf comes before them.
 
     # score: [3, 1, 4, 2]  count: 2  bound: 3  columns: [3, 1, 4, 2, inf, -inf, ...]  Out: [0, 2, 3]
 
     Args:
       score: scores of pages.
-      count: at most the bound, and by no more than a third of it and a page less (`few_sizes`).
+      count: at most the bound, and at least bound - (bound // 3 + 1) (`few_sizes`).
       bound: number of pages to return, below M.
     """
     pages, spare = score.shape[-1], bound // 3 + 1

@@ -14,7 +14,7 @@ from dms_jax.policies import draws
 from dms_jax.policies.delayed_eviction import DelayedEviction
 from dms_jax.policies.values import Decisions, Tokens
 
-_OF_RATES = np.uint32(0x5BD1E995)  # separates the draw of a head's rate from those of its tokens
+_OF_RATES = np.uint32(0x5BD1E995)  # separates the draws of heads' rates from those of tokens
 
 
 @dataclasses.dataclass(frozen=True)

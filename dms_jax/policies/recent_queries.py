@@ -1,4 +1,4 @@
-"""The most recent queries of every head, in a ring, for policies that let them vote."""
+"""A ring of the most recent queries of every head, for policies in which they vote."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def remember(ring: Ring, chunk: Chunk, q: Float[Array, "B T H D"]) -> Ring:
     place = jnp.where(index >= 0, (chunk.first[:, None] + index) % window, window)
     last = jnp.take_along_axis(q, jnp.maximum(index, 0)[..., None, None], axis=1)
     grouped = last.reshape(batch, -1, num_kv_heads, group, head_dim).astype(ring.dtype)
-    # What is before the chunk has no place. The barrier is that of `pool.store`.
+    # Entries before the chunk are dropped. The barrier is the one of `pool.store`.
     place, grouped = jax.lax.optimization_barrier((place, grouped))
     at = ring.at[jnp.arange(batch)[:, None], :, place]
     return at.set(grouped, mode="drop", unique_indices=True)

@@ -7,14 +7,14 @@ For a KV head that holds S keys, with the last w queries and o = S - w older key
     R_j     = softmax over all S keys j of  mean over all S keys i of  c_ij
     score_j = mix A_j - (1 - mix) R_j
 
-c is the cosine of two keys, 0 where i = j. Of the keys that a key i is like (c_ij > 0.5), the last
-one is not held to be redundant: there c is 0 as well, and where i is like none it is 0 for the
-first key, as in the authors' code (github.com/Zefan-Cai/R-KV, `rkv/compression/r1_kv.py`). The last
-w tokens always stay. Prompts are not cut: at every `interval`-th generated token the rows that hold
-budget + interval or more are cut to the budget, prompt and answer alike. `mix` is 0.1 in the paper,
+c is the cosine of two keys, 0 for i = j. Of the keys similar to key i (c_ij > 0.5), the last one is
+not redundant: there c is 0 as well; and if none is similar, it is 0 for the first key, as in the
+authors' code (github.com/Zefan-Cai/R-KV, `rkv/compression/r1_kv.py`). The last w tokens always
+stay. The end of a prompt cuts nothing: at every `interval`-th generated token, rows with budget +
+interval or more tokens are cut to the budget, both prompt and answer. `mix` is 0.1 in the paper,
 0.07 in that code's defaults.
 
-The state holds the last w queries of every head. A cut takes S * S * d products a head.
+The state holds the last w queries of every head. A cut takes S * S * d products per head.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from dms_jax.policies.recent_queries import empty_ring, remember
 from dms_jax.policies.snapkv import WIDEST_KERNEL
 from dms_jax.policies.values import CacheShape, Chunk
 
-ALIKE = 0.5  # cosine above which two keys are alike
+ALIKE = 0.5  # cosine above which two keys are similar
 _BLOCK = 64  # keys whose cosines with all others are in memory at a time
 
 
@@ -42,7 +42,7 @@ class RKV(AnswerEviction):
       budget, compression_ratio, interval: see `AnswerEviction`.
       window: number of recent queries that vote; their tokens are kept.
       kernel: number of tokens over which the largest vote counts, odd.
-      mix: weight of attention; the rest is that of redundancy.
+      mix: weight of attention; 1 - mix is the weight of redundancy.
     """
 
     window: Count = 8
@@ -74,13 +74,13 @@ class RKV(AnswerEviction):
         return remember(own, chunk, q)
 
     def due(self, state, lengths, chunk) -> Bool[Array, " B"]:
-        """Returns whether an interval of the answer ends and its rows hold so much more."""
+        """Returns whether an interval of the answer ends and rows hold budget + interval tokens."""
         generated = chunk.newest + 1 - state.rows.prompt[:, 0]
         full = holds(lengths, self.layer_budget(chunk)[:, 0] + self.interval, chunk)
         return full & (generated % self.interval == 0)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """Returns attention less redundancy; the window scores +inf."""
+        """Returns attention minus redundancy; the window scores +inf."""
         slot = jnp.arange(rows.k.shape[2])
         old = slot < (rows.lengths - self.window)[..., None]
         keys = rows.k.astype(jnp.promote_types(rows.k.dtype, jnp.float32))
@@ -95,7 +95,7 @@ class RKV(AnswerEviction):
         old: Bool[Array, "B K S"],
         scale: float,
     ) -> Float[Array, "B K S"]:
-        """Returns the mean weight of each older key over the window's queries, and its largest."""
+        """Returns the mean weight of each older key over the window's queries, max-pooled."""
         logits = jnp.einsum("BKWGD,BKSD->BKWGS", ring.astype(keys.dtype), keys) * scale
         logits = jnp.where(old[:, :, None], logits.max(3), -1e30)
         votes = jnp.where(old, jax.nn.softmax(logits, axis=-1).mean(2), 0)
@@ -106,7 +106,7 @@ class RKV(AnswerEviction):
 
 
 def redundancy(keys: Float[Array, "B K S D"], live: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """Returns how much each live key is like the others, as shares that sum to one (R)."""
+    """Returns the similarity of each live key to the others, as shares that sum to one (R)."""
     batch, heads, slots, _ = keys.shape
     unit = keys / (jnp.linalg.norm(keys, axis=-1, keepdims=True) + 1e-8)
     unit = jnp.where(live[..., None], unit, 0)
@@ -119,7 +119,7 @@ def redundancy(keys: Float[Array, "B K S D"], live: Bool[Array, "B K S"]) -> Flo
         row = first + jnp.arange(size)[:, None]
         cosine = jnp.einsum("BKRD,BKSD->BKRS", block, unit)
         cosine = jnp.where(row == column, 0, cosine)
-        # The last key that is alike; the first key where none is.
+        # The last similar key; the first key if none is similar.
         last = jnp.where(cosine > ALIKE, column, 0).max(-1, keepdims=True)
         return total + jnp.where(column == last, 0, cosine).sum(2), None
 

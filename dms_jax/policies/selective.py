@@ -1,10 +1,10 @@
-"""Policies that change only what is read, over another policy that decides what is kept.
+"""Policies that select reads, on top of a policy that decides which tokens are kept.
 
 Selection and eviction are independent, so they compose: `Quest(over=DMS(...))` lets DMS evict
 tokens and selects pages among the kept ones, `KCache(over=DMS(...))` fetches values of kept tokens
-only. Everything about deciding and writing is handed to `over`; it must decide from the tokens
-themselves (Vanilla, DMS, DMC, StreamingLLM, RandomEviction), because the attention weights of
-tokens that are not read are unknown.
+only. Decisions and writes are delegated to `over`, which must decide from the tokens themselves
+(Vanilla, DMS, DMC, StreamingLLM, RandomEviction), because tokens that are not read have no
+attention weights.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class SelectiveReading(Policy):
     """Base of policies that read less than the cache holds. Prompts get full attention.
 
     Attributes:
-      over: the policy that decides what the cache holds.
+      over: the policy that decides which tokens the cache holds.
     """
 
     over: Policy = dataclasses.field(default=Vanilla(), kw_only=True)
@@ -40,9 +40,9 @@ class SelectiveReading(Policy):
     def __post_init__(self):
         require(
             isinstance(self.over, Vanilla | DelayedEviction) and self.over.parallel == "always",
-            f"{self.name}: over={show(self.over)} decides by attention, which is not known for "
-            "what is not read; give a policy that decides from the tokens alone (Vanilla, DMS, "
-            "DMC, StreamingLLM with a budget in tokens, RandomEviction).",
+            f"{self.name}: over={show(self.over)} decides by attention, which is unknown for "
+            "unread tokens; give a policy that decides from the tokens alone (Vanilla, DMS, DMC, "
+            "StreamingLLM with a budget in tokens, RandomEviction).",
         )
         super().__post_init__()
 
@@ -60,7 +60,7 @@ class SelectiveReading(Policy):
 
     @property
     def retrofit(self) -> Retrofit:
-        """What `over` needs; a model is trained with `over` itself."""
+        """The training of `over`; models are trained with `over` alone."""
         return dataclasses.replace(self.over.retrofit, possible=False)
 
     @property

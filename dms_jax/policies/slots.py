@@ -22,7 +22,7 @@ def put_slots(
 ) -> Shaped[Array, "N P"]:
     """Writes numbers into slots, whole pages at a time.
 
-    A scatter of single numbers would make XLA change the layout of the whole array.
+    With a scatter of single numbers XLA would change the layout of the whole array.
     """
     num_pages, size = pages.shape
     if slots.shape[-1] == 1:

@@ -4,7 +4,7 @@
     score_j = mean over the group of mean over |n| <= kernel / 2 of w_{j + n}
 
 for the tokens before the window, with zeros beyond both ends; the window itself is always kept. A
-question at the end of the prompt influences what is kept if it lies in the window.
+question at the end of the prompt influences the kept tokens if it lies in the window.
 
 The state holds the last `window` queries of every head, and takes as much memory as
 window * group / 2 tokens of a row.
@@ -24,12 +24,12 @@ from dms_jax.policies.recent_queries import empty_ring, remember
 from dms_jax.policies.values import CacheShape, Chunk, PolicyState, Rows
 from pallas_kernels.received import received_attention, received_weights
 
-WIDEST_KERNEL = 255  # tokens: the paper has 5 to 63, and each one costs a pass over the scores
+WIDEST_KERNEL = 255  # tokens; the paper uses 5 to 63, and each one costs a pass over the scores
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Scorer):
-    """Keeps a window of recent tokens, and the tokens that the window's queries attended to.
+    """Keeps a window of recent tokens, and the tokens to which the window's queries attended most.
 
     Attributes:
       budget, compression_ratio, interval: see `Scorer`.
@@ -80,7 +80,7 @@ class SnapKV(Scorer):
             queries = jnp.moveaxis(ring, 2, 1).reshape(len(age), self.window, -1, ring.shape[-1])
             positions = jnp.maximum(slots - 1 - age, -1)
             return received_attention(queries, rows.k, positions, since + slots, scale=scale)
-        # After a step many rows are cut at once: in blocks, their weights take less memory.
+        # After a step many rows are cut at once; blocks limit the memory of their weights.
         size = math.gcd(self.window, 8)
 
         def add_block(votes, start):

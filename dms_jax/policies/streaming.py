@@ -3,20 +3,20 @@
 A query at position i sees key j iff j < sinks (the attention sinks) or j is among the last
 `budget - sinks` tokens, including i itself.
 
-What differs from the publication: keys are rotated by their true positions, so that the sinks move
-away from the query as the text grows. The paper numbers tokens within the cache, which leaves the
-distances of recent tokens as they are and keeps the sinks at most `budget` positions away: with it
-a model reads beyond the positions that it was trained for, and here it does not (kvpress does so
-with KeyRerotationPress alone). Keys are stored after rotation, and the distance of a sink would
-differ between the queries of a pass. The tokens that stay are the same.
+Difference from the publication: keys are rotated by their true positions, so the sinks move away
+from the query as the text grows. The paper numbers tokens within the cache, which keeps the
+distances of recent tokens and keeps the sinks at most `budget` positions away, so a model can run
+beyond the positions of its training; here it cannot (in kvpress only with KeyRerotationPress). The
+reason: keys are stored after rotation, and the distance of a sink would differ between the queries
+of a pass. The kept tokens are the same.
 
-With a budget in tokens the lifetime of every key is known in advance: delayed eviction, and a
-prompt runs in one pass in which each token sees its window alone. With a compression ratio the
-budget differs between sequences, and between turns of a conversation. Then a prompt gets full
-attention and is cut to the sinks and the most recent tokens at its end, as in the authors' code and
-in kvpress, and each token of an answer takes the slot of the oldest token that is not a sink. With
-`prefill="evict_past_budget"` tokens of a prompt do so too, one by one beyond the budget: what they
-see is the window again.
+With a budget in tokens the lifetime of every key is known in advance, so delayed eviction applies,
+and a prompt runs in one pass in which each token sees only its window and the sinks. With a
+compression ratio the budget differs between sequences, and between turns of a conversation. Then a
+prompt gets full attention and is cut to the sinks and the most recent tokens at its end, as in the
+authors' code and in kvpress, and each token of an answer takes the slot of the oldest token that is
+not a sink. With `prefill="evict_past_budget"` prompt tokens beyond the budget do so too, one by
+one, and so see only the window and the sinks.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class StreamingLLM(EvictionByToken, DelayedEviction):
       sinks: number of first tokens that are never evicted.
     """
 
-    budget: budgets.Tokens = 1024  # static, as are the sinks: they size the window
+    budget: budgets.Tokens = 1024  # static, like the sinks: both set the size of the window
     sinks: Whole = 4
 
     def __post_init__(self):
@@ -80,7 +80,7 @@ class StreamingLLM(EvictionByToken, DelayedEviction):
 
     @property
     def parallel(self):
-        """See `Policy.parallel`: always where the window is the same for every sequence."""
+        """See `Policy.parallel`: always, if all sequences have the same window."""
         return "always" if self.compression_ratio is None else super().parallel
 
     @property
@@ -110,7 +110,7 @@ class StreamingLLM(EvictionByToken, DelayedEviction):
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives a token beyond the budget the slot of the oldest token that is not a sink.
 
-        A chunk in one pass is appended: it lies within the budget, or in a prompt that is cut.
+        A one-pass chunk is appended: it lies within the budget, or in a prompt that will be cut.
         """
         if self.compression_ratio is None:
             return super().write(state, chunk)

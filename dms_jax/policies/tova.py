@@ -1,9 +1,9 @@
 """TOVA (Oren et al., arXiv 2401.06104): token omission via attention.
 
-Beyond the budget, each query evicts the token with the smallest attention weight, whichever it is
-(no sinks and no window: the newest token may be evicted). The weight is that of the last query,
-averaged over all query heads of the layer, so all heads of a layer evict the same token;
-`per="head"` averages over each KV head's own group instead.
+Beyond the budget, each query evicts the token with the smallest attention weight (no sinks and no
+window: even the newest token may be evicted). The weight is that of the last query, averaged over
+all query heads of the layer, so all heads of a layer evict the same token; `per="head"` averages
+over each KV head's own group instead.
 
 The query attends to budget + 1 tokens, then one is evicted. After a dense prompt the rows are cut
 by the weights of the prompt's last query.

@@ -1,4 +1,4 @@
-"""TriAttention (Mao et al., arXiv 2604.04921): keys that future queries will attend to by position.
+"""TriAttention (Mao et al., arXiv 2604.04921): predicts attention of future queries by position.
 
 Unrotated queries of a head lie around a centre. With q_f and k_f the f-th complex plane of a query
 and of an unrotated key (dims f and f + D/2), omega_f its frequency, s the factor of the rotation,
@@ -9,19 +9,19 @@ E the mean over queries of some text, t the position of the next token and j tha
             + sum_f s^2 (E |q_f| - |E q_f|) |k_f|
 
 which is the product of the rotated key with the centre turned by the mean rotation of all t + d
-(arXiv 2607.13051), so that positions of keys need not be known. A KV head takes the largest score
-of its query heads. No attention weights are used.
+(arXiv 2607.13051), so key positions are not needed. A KV head takes the largest score of its query
+heads. No attention weights are used.
 
-Prompts are not cut, and their tokens are always kept. When the number of tokens is a multiple of
-`interval` and the rows hold `budget` tokens beside the prompt, they are cut to `budget` tokens with
-the prompt, as in the authors' code (github.com/WeianMao/triattention,
-`triattention/methods/triattention.py`, per layer and KV head). Where a prompt alone fills the
+Tokens of prompts are always kept. When the number of tokens is a multiple of `interval` and the
+rows hold `budget` tokens in addition to the prompt, they are cut to `budget` tokens including the
+prompt, as in the authors' code (github.com/WeianMao/triattention,
+`triattention/methods/triattention.py`, per layer and KV head). If the prompt alone fills the
 budget, that code cuts the prompt; here such a sequence is not cut.
 
-The centres come from `statistics`, a file of a few KB a head that
-`dms_jax.training.calibrate_queries` makes from any text. Without one they are those of the
-sequence's own queries so far, which is not what was published; the state then holds 1.5 D numbers a
-query head.
+The centres come from `statistics`, a file of a few KB per head that
+`dms_jax.training.calibrate_queries` makes from any text. Without a file, unlike in the publication,
+they are those of the sequence's own queries so far; the state then holds 1.5 D numbers per query
+head.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ from dms_jax.errors import ConfigError
 from dms_jax.policies.periodic_eviction import AnswerEviction, holds
 from dms_jax.policies.values import ROWS, CacheShape, Chunk
 
-FURTHEST = 2**16  # positions: the largest distance of the schedule, as published
+FURTHEST = 2**16  # positions; the largest distance of the schedule, as published
 
 
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Centres:
-    """Means over queries before rotation: of themselves, and of the norms of their planes."""
+    """Means over unrotated queries: of the queries, and of the norms of their planes."""
 
     mean: Float[Array, "B K G D"] = struct.field(metadata=ROWS)
     norm: Float[Array, "B K G half"] = struct.field(metadata=ROWS)
@@ -56,7 +56,7 @@ class Centres:
 @no_type_check
 @struct.dataclass
 class Statistics:
-    """The centres of a file as programs take them: an argument, not a part of the program."""
+    """The centres of a file, as an argument of programs."""
 
     mean: Float[Array, "L H D"]
     norm: Float[Array, "L H half"]
@@ -74,22 +74,22 @@ class Statistics:
 
     @staticmethod
     def file(value: Any) -> Any:
-        """Returns the file of what was read, and what a program has of it as it is."""
+        """Returns the path of a read file, and other values unchanged."""
         read = isinstance(value, Statistics) and isinstance(value.mean, np.ndarray)
         return value.path if read else value
 
 
 @dataclasses.dataclass(frozen=True)
 class TriAttention(AnswerEviction):
-    """Keeps keys that lie where the centres of queries will look, in long answers.
+    """Keeps the keys that the centres of queries will attend to, in long answers.
 
     Attributes:
       budget, compression_ratio, interval: see `AnswerEviction`.
       statistics: file of the centres; None for those of the sequence's own queries.
-      counts_prompt: whether the prompt counts where rows are due (they hold `budget` tokens).
-      normalize: whether each query head's scores are standardized over the tokens that may go.
-      reduction: how the scores of the query heads of a group are joined.
-      furthest: largest distance d, a bound on powers of two.
+      counts_prompt: whether the prompt counts towards the `budget` tokens at which rows are cut.
+      normalize: whether each query head's scores are standardized over the evictable tokens.
+      reduction: how the scores of a group's query heads are combined.
+      furthest: upper bound on the distances d, which are powers of two.
     """
 
     statistics: Annotated[str | None, Traced(Statistics.of, Statistics.file)] = None
@@ -99,7 +99,7 @@ class TriAttention(AnswerEviction):
     furthest: Annotated[int, Range(1, FURTHEST)] = FURTHEST
 
     def init_own(self, shape: CacheShape) -> Any:
-        """Returns the centres of no queries; nothing if a file has them."""
+        """Returns the centres of zero queries; nothing if they come from a file."""
         if self.statistics is not None:
             return ()
         size = (*shape.rows, shape.group)
@@ -134,7 +134,7 @@ class TriAttention(AnswerEviction):
         return full & (prompt < budget) & ((chunk.newest + 1) % self.interval == 0)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """Returns the joined scores of a group, one query head at a time; +inf for the prompt."""
+        """Returns the combined scores of a group, one query head at a time; +inf for the prompt."""
         wide = jnp.promote_types(rows.k.dtype, jnp.float32)
         keys = rows.k.astype(wide)
         lengths = jnp.hypot(*_planes(keys))  # [B, K, S, half], with the factor s
@@ -156,11 +156,11 @@ class TriAttention(AnswerEviction):
         return jnp.where(may_go, joined, jnp.inf)
 
     def _centres(self, own: Any, chunk: Chunk, num_kv_heads: int, dtype: Any) -> Centres:
-        """Returns the centres of the layer's query heads, those of a file without sequences."""
+        """Returns the centres of the layer's query heads; from a file without a sequence axis."""
         found: Any = self.statistics
         if found is None:
             return jax.tree.map(lambda x: x.astype(dtype), own)
-        if isinstance(found, str):  # not in a program
+        if isinstance(found, str):  # outside programs
             found = Statistics.of(found)
         layers, heads, head_dim = found.mean.shape
         axis = chunk.static.head_axis
@@ -203,7 +203,7 @@ def _planes(x: Float[Array, "... D"]) -> tuple[Array, Array]:
 
 
 def _standard(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Array:
-    """Returns scores less their mean, over their deviation, among some of them."""
+    """Standardizes scores by the mean and deviation of a subset."""
     count = jnp.maximum(among.sum(-1, keepdims=True), 1)
     mean = jnp.where(among, score, 0).sum(-1, keepdims=True) / count
     squares = jnp.where(among, (score - mean) ** 2, 0).sum(-1, keepdims=True) / count
@@ -229,7 +229,7 @@ def _read(path: str, changed: tuple[int, int] | None) -> dict[str, np.ndarray]:
         )
     try:
         found = load_file(path)
-    except Exception as error:  # safetensors has an error of its own for each kind of damage
+    except Exception as error:  # safetensors raises many different classes
         raise ConfigError(f"TriAttention: {path} is no safetensors file: {error}") from error
     shapes = {name: array.shape for name, array in found.items()}
     mean = shapes.get("mean", ())

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dms_jax.sharding import Axes, axes
 from pallas_kernels import DecodePlan
 
-# A whole number, or one that a program takes as an argument.
+# An integer, or an integer argument of a program.
 TracedInt = int | Int[Array, ""]
-FOREVER = 2**30  # later than any query; an int32 that can be added to
+FOREVER = 2**30  # later than any query; additions do not overflow int32
 NOT_STORED = -1  # the slot of a token that is evicted before the end of its chunk
 
 # The axes over which arrays are sharded, declared with each field.
@@ -39,7 +39,7 @@ class Tokens:
       positions: token positions, from 0 at the start of each sequence (or packed document).
       layer: index of the layer, among those whose cache grows.
       adapter_logits: decision logits of the layer's adapter, for a policy that reads one.
-      late_logits: what the adapter's `late` output says of the token that leaves the window.
+      late_logits: the adapter's `late` output, about the token that leaves the window.
     """
 
     q: Float[Array, "B T H D"] = struct.field(metadata=HEADS)
@@ -58,9 +58,10 @@ class Decisions:
 
     Attributes:
       logits: decision logits, positive for yes; None if the policy learns no decisions.
-      marks: hard decisions (to evict or merge); None if the policy decides nothing from a token.
+      marks: hard decisions (evict or merge); None if the policy decides nothing from a token.
       importance: importance weight of each token (DMC's omega), or None.
-      late: what a token adds to the score of the token that leaves the window with it (KVpop).
+      late: a token's contribution to the score of the token that it pushes out of the window
+        (KVpop).
     """
 
     logits: Float[Array, "B K T"] | None = struct.field(default=None, metadata=ROWS)
@@ -71,16 +72,16 @@ class Decisions:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Properties of a chunk that are known when its program is traced.
+    """Properties of a chunk that are static in its program.
 
     Attributes:
       page_size: slots per page.
       scale: factor on the dot products of attention.
-      soft_cap: c of c tanh(s / c) in place of attention scores s; None for s.
-      num_layers: number of layers whose cache grows: those that policies see.
+      soft_cap: c, if attention scores s become c tanh(s / c); None without a cap.
+      num_layers: number of layers whose cache grows (the layers that policies see).
       frequencies: rotation frequencies in radians per position, one for each of the D/2 planes.
-      head_axis: mesh axes over which the KV heads are sharded, if any: a mean over the heads of a
-        layer needs a `jax.lax.pmean` over it.
+      head_axis: mesh axes over which the KV heads are sharded, if any; a mean over a layer's heads
+        needs a `jax.lax.pmean` over them.
       one_pass: whether the chunk's tokens attend in one pass.
     """
 
@@ -96,10 +97,10 @@ class Static:
 @no_type_check  # jax also builds it from shapes and from partitions
 @struct.dataclass
 class Chunk:
-    """T new tokens of every row of one layer. Tokens from index `count` on are padding.
+    """T new tokens of every row of one layer; tokens from index `count` on are padding.
 
     Attributes:
-      tokens: queries, keys and values before rotation; borrowed neurons are cleared with it.
+      tokens: queries, keys and values before rotation (which clears borrowed neurons).
       decisions: the tokens' decisions, from `Policy.decide`.
       rotation: cos and sin of the tokens' positions.
       count: number of tokens of each sequence that are not padding.
@@ -107,9 +108,10 @@ class Chunk:
       lengths: slots in use in each row before the chunk.
       max_lengths: maximum length of each sequence: its prompt and its longest answer.
       ends_prompt: whether the chunk's last token is the last one of its prompt.
-      plan: how a GPU's programs share the rows of a step (`pallas_kernels.decode_plan`), made for
-        rows with one more slot each; None if it is made where it is needed.
-      sinks: the layer's logit of each query head that takes a share of its softmax; None for none.
+      plan: how a GPU's programs share the rows of a step (`pallas_kernels.decode_plan`), for rows
+        with one more slot each; None to plan on demand.
+      sinks: the layer's sink logit of each query head, which takes part in its softmax; None for
+        none.
       static: properties that are known when the program is traced.
     """
 
@@ -152,10 +154,10 @@ class Chunk:
 
 @struct.dataclass
 class Placement:
-    """The slots that a chunk is written to, and the keys that its queries see.
+    """The slots of a chunk's tokens, and the keys that its queries see.
 
     Attributes:
-      slots: the slot that each token is written to; NOT_STORED if it is evicted within the chunk.
+      slots: the slot of each token; NOT_STORED if it is evicted within the chunk.
       live: number of slots in use right after each token.
       evicted: whether the key is hidden from queries beyond the window (chunks in one pass).
       past_until: index of the chunk's last query that sees each slot in use before the chunk;
@@ -167,7 +169,7 @@ class Placement:
     evicted: Bool[Array, "B K T"]
     past_until: Int[Array, "B K S"]
 
-    @functools.cached_property  # one array: who reads all slots in use says so with it
+    @functools.cached_property  # one array object: a reading of all slots is recognised by it
     def lengths(self) -> Int[Array, "B K"]:
         """Number of slots in use in each row after the chunk."""
         return self.live[..., -1]
@@ -191,11 +193,11 @@ def place(chunk: Chunk, slots: Array, live: Array) -> Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """The number of values that each query head fetches, those with the largest weights.
+    """The number of values, of the largest weights, that each query head fetches.
 
     Attributes:
-      top: maximum number of values that a query head fetches, unless `counts` gives it.
-      counts: that number for each sequence, if it differs between sequences.
+      top: the most values that a query head fetches, unless `counts` is given.
+      counts: that number per sequence, if it differs between sequences.
       renormalize: whether the weights of the fetched values are scaled to sum to one.
     """
 
@@ -209,9 +211,9 @@ class Reading:
     """The rows that a query attends to.
 
     `page_table` and `lengths` have one row per KV head ([B, K, M]; its G query heads share it) or
-    one per query head ([B, H, M]). `reads` counts the key-value entries that are read, if it is not
-    the sum of the lengths (Quest also reads two bounds per page, counted as one entry). `fetch`
-    selects the values that are read, if not all of them are.
+    one per query head ([B, H, M]). `reads` counts the key-value entries read, if it is not the sum
+    of the lengths (Quest also reads two bounds per page, counted as one entry). `fetch` selects the
+    values to read, if not all.
     """
 
     page_table: Int[Array, "B X M"]
@@ -237,14 +239,14 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """The results of attention over a chunk from which a policy updates its state.
+    """Results of attention over a chunk, from which a policy updates its state.
 
     Attributes:
       q: the chunk's rotated queries.
       weights: attention weights of one query over the slots, for policies that ask for them
-        (`observes_weights`); None for a chunk of a prompt that was attended in one pass.
+        (`observes_weights`); None for a one-pass chunk of a prompt.
       rows: function that gathers the contents of the rows, including the chunk.
-      one_query: whether one query attended; False for a chunk of a prompt in one pass.
+      one_query: whether one query attended; False for a one-pass chunk of a prompt.
     """
 
     q: Float[Array, "B T H D"]
@@ -273,7 +275,7 @@ class Relaxed:
 class PolicyState:
     """A policy's state beside the cache: leaves [B, K, ...] by row and leaves [N, ...] by page.
 
-    A state that is a dataclass declares the sharding axes of its own fields.
+    A dataclass state declares the sharding axes of its fields.
     """
 
     rows: Any = struct.field(default=(), metadata=ROWS)
@@ -318,7 +320,7 @@ class CacheShape:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """The slots that a row holds at the end, and the entries that a decode step then reads.
+    """The slots of a row at the end, and the entries that a decode step then reads.
 
     Attributes:
       expected: slots in use at the end, averaged over the rows and layers.
@@ -338,12 +340,12 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShape:
-    """The size of the adapter that a policy reads its decisions from.
+    """The size of the adapter from which a policy reads its decisions.
 
     Attributes:
       hidden: hidden units between the residual stream and the logits; 0 for a linear adapter.
       bias: whether the logits have a bias although the model's projections have none.
-      late: whether each token has a second logit, for the token that leaves the window with it.
+      late: whether each token has a second logit, for the token that it pushes out of the window.
     """
 
     hidden: int = 0
@@ -353,14 +355,14 @@ class AdapterShape:
 
 @dataclasses.dataclass(frozen=True)
 class FutureAttention:
-    """What a policy's logits learn from attention (`policies/importance.py`).
+    """The training target of a policy's logits, from attention (`policies/importance.py`).
 
     Attributes:
-      window: distance up to which queries do not count, because they see the key in any case.
-      learns: the importance of each key, or which keys are the least important.
+      window: distance up to which queries do not count, because they always see the key.
+      learns: the target: the importance of each key, or the set of least important keys.
       reduction: whether the largest weight of a key counts, or the mean.
-      sinks: number of first tokens of a document that are not judged by their importance: nothing
-        is learned of them, or (`least_important`) that they are the most important ones.
+      sinks: number of first tokens of a document exempt from their measured importance: they are
+        not trained on, or (`least_important`) count as the most important ones.
     """
 
     window: int
@@ -379,8 +381,8 @@ class Retrofit:
         Budgets, windows and thresholds may change after training; this description may not.
       borrowed_neurons: description of the neurons that carry decisions instead of taking part in
         attention; None for none. It must be the same at inference as in training.
-      adapter: the adapter that decisions are read from; None if from none.
-      supervision: what the logits learn in a stage "supervise"; None if they cannot.
+      adapter: the adapter with the decisions; None without one.
+      supervision: the logits' target in a stage "supervise"; None if unsupported.
     """
 
     possible: bool = False
@@ -391,10 +393,10 @@ class Retrofit:
 
     @property
     def needed(self) -> bool:
-        """Whether the policy requires a model that was trained for it."""
+        """Whether the policy requires a model trained for it."""
         return self.decisions is not None
 
     @property
     def trainable(self) -> bool:
-        """Whether a model can be trained for the policy, in one way or the other."""
+        """Whether a model can be trained for the policy in some way."""
         return self.possible or self.supervision is not None

@@ -1,4 +1,4 @@
-"""The vanilla (uncompressed) cache: every token is appended, and every query reads all of them."""
+"""The vanilla (uncompressed) cache: appends every token; every query reads all tokens."""
 
 import dataclasses
 

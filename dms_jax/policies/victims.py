@@ -1,8 +1,8 @@
 """Eviction of one token per step: attention selects a victim, whose slot the next token takes.
 
-Up to the budget everything is kept. Beyond it, after the attention of each token the policy selects
-the slot with the lowest score. The next token overwrites it in place, so a row holds budget + 1
-slots while a query attends, and nothing is moved.
+Up to the budget everything is kept. Beyond it, after each token's attention the policy selects the
+slot with the lowest score. The next token overwrites it in place, so a row holds budget + 1 slots
+while a query attends, and nothing is moved.
 
 By default a prompt gets full attention and one cut at its end, as in the authors' code. With
 `prefill="evict_past_budget"` its tokens are treated like generated ones, as in the DMS paper's
@@ -42,11 +42,11 @@ class VictimEviction(EvictionByToken):
     observes_weights = True
 
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
-        """Returns a footprint of at most the budget and one token that is to be evicted."""
+        """Returns a footprint of at most the budget plus one token to be evicted."""
         return bounded(tokens, self.budget_for(tokens) + 1)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
-        """Returns the slot that the next token of each row takes; NOT_STORED for a new slot."""
+        """Returns the slot for the next token of each row; NOT_STORED for a new slot."""
         return PolicyState(rows=jnp.full(shape.rows, NOT_STORED, jnp.int32))
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
@@ -79,7 +79,7 @@ class VictimEviction(EvictionByToken):
         self, state: PolicyState, chunk: Chunk, placement: Placement, seen: Observation
     ) -> PolicyState:
         """Selects the victim if a row holds more live tokens than the budget."""
-        if seen.weights is None:  # a prompt in one pass, which is cut at its end
+        if seen.weights is None:  # a one-pass prompt, which is cut at its end
             return state
         return self.select_victim(state, chunk, placement, self.scores(state, chunk, seen.weights))
 
@@ -90,18 +90,18 @@ class VictimEviction(EvictionByToken):
         placement: Placement,
         scores: Float[Array, "B K S"],
     ) -> PolicyState:
-        """Selects the slot with the lowest score in rows that hold more than the budget."""
+        """Selects the slot with the lowest score in rows above the budget."""
         live = jnp.arange(scores.shape[-1]) < placement.lengths[..., None]
         victim = jnp.argmin(jnp.where(live, scores, jnp.inf), -1).astype(jnp.int32)
         victim = jnp.where(placement.lengths > self.budget_of(chunk), victim, NOT_STORED)
         return self._replace_victim(state, chunk, victim)
 
     def _replace_victim(self, state: PolicyState, chunk: Chunk, victim) -> PolicyState:
-        """Sets the victim of rows that the chunk has tokens for."""
+        """Sets the victim of rows with tokens in the chunk."""
         victim = jnp.where((chunk.count > 0)[:, None], victim, self.victim_of(state.rows))
         return dataclasses.replace(state, rows=self.with_victim(state.rows, victim))
 
-    # A policy whose row state has more than the victim (KVpop) overrides these two.
+    # A policy with more row state than the victim (KVpop) overrides these two.
     def victim_of(self, rows) -> Int[Array, "B K"]:
         """Returns the victims within the policy's row state."""
         return rows

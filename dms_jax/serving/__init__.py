@@ -21,43 +21,43 @@ The processes and threads of a server, and the way of a request (1 to 9):
        | socket
     two parsing workers (parsing.py): large bodies
 
-Why HTTP has a process of its own: one thread at a time holds Python's lock, and to write the events
-of hundreds of streams takes as long as the steps of a small model. 256 clients of a model of half a
-billion parameters on an H100 received 21,000 to 22,000 tokens a second from one process, and 46,000
-to 49,000 from two. The parsing workers are there for the same reason: a body of 16 MB takes ten
-seconds to tokenize. One starts with the first body of more than 32 kB, the other with the first of
-more than 1 MB.
+HTTP runs in its own process because one thread at a time holds Python's lock, and writing the
+events of hundreds of streams takes as long as the steps of a small model. 256 clients of a model of
+half a billion parameters on an H100 received 21,000 to 22,000 tokens a second from one process, and
+46,000 to 49,000 from two. The parsing workers are there for the same reason: a body of 16 MB takes
+ten seconds to tokenize. One starts with the first body of more than 32 kB, the other with the first
+of more than 1 MB.
 
-Why the engine has a thread of its own: nothing else touches it. It polls the queue of the service
-between two chunks of steps, and notifies listeners while the next programs run. A listener only
-appends to a list: the send thread pickles, and the engine never waits for HTTP.
+Only the engine's thread touches the engine. It polls the queue of the service between two chunks of
+steps, and notifies listeners while the next programs run. A listener only appends to a list and the
+send thread pickles, so the engine never waits for HTTP.
 
-Cancelling goes the same way: a client disconnects, `app` calls `EngineClient.cancel`, the receive
-thread `Service.cancel`, and the engine thread hands it over at the next poll. An adapter is
-replaced so, too: it is read in a thread of its own, and put in its place at a poll at which no
-request runs with the old one.
+Cancelling takes the same path: a client disconnects, `app` calls `EngineClient.cancel`, the receive
+thread calls `Service.cancel`, and the engine thread applies it at the next poll. So does replacing
+an adapter: a separate thread reads the new one, and a poll at which no request runs with the old
+one swaps it in.
 
     service.py         Service: submit, cancel, drain; knows nothing of HTTP
     rpc.py             the messages between the processes, EngineServer and EngineClient
     server.py          Server: the HTTP process, seen from the main thread; signals
     http_process.py    uvicorn, with limits on connections
-    app.py             the endpoints, what each error is to a client, metrics
+    app.py             the endpoints, the response to each error, metrics
     access.py          API keys, hosts, web pages
-    parsing.py         bodies are parsed, in a thread or in a worker
+    parsing.py         parses bodies, in a thread or in a worker
 
-Each API is one file that translates in and out. What they share is beside it, once:
+Each API is one file that translates requests and responses. Shared code lies beside it:
 
-    apis.py            the addresses, and the file of each
+    apis.py            the endpoints, and the module of each
     chat_api.py  completions_api.py  responses_api.py  messages_api.py  tokens_api.py
     fields.py          fields that are served, refused, or left out
-    requests.py        Asked, what a request asks for -> GenerationRequest, with its grammar
+    requests.py        Asked, a parsed request -> GenerationRequest, with its grammar
     chats.py           a conversation and its tools -> a prompt, by the chat template
     tools.py           the tools of a request
     formatting.py      Formatter, usage, events
     refusals.py        RefusalError
 
-What the model thinks, says and calls in the text of an answer is told apart in
-`dms_jax.generation`, for the commands too: `answers`, `call_readers` and `call_formats`.
+`dms_jax.generation` separates thoughts, content and calls in the text of an answer, for the
+commands too: `answers`, `call_readers` and `call_formats`.
 
 `Service` serves from Python too. The rest needs the extra `serve`.
 """

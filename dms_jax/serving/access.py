@@ -23,7 +23,7 @@ from dms_jax.errors import ConfigError, plain
 from dms_jax.serving.refusals import RefusalError
 
 KEY_VARIABLE = "DMS_JAX_API_KEY"
-OPEN = "/health"  # needs no key: what starts and stops the server has none
+OPEN = "/health"  # needs no key: process supervisors have none
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::\d*)?", re.IGNORECASE)
 _PATTERN = re.compile(r"\*|(\*\.)?[^\[\]:/@*\s]+|\[?[0-9a-f:.]+\]?", re.IGNORECASE)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/*\s]+", re.IGNORECASE)
@@ -35,14 +35,14 @@ class Access:
     """Who may use a server.
 
     Attributes:
-      keys: API keys, of which a request has one; if there are none, it needs none.
+      keys: API keys; a request must send one of them. Without keys, none is needed.
       hosts: names of the server besides localhost and IP addresses: example.org, *.example.org,
         or * for all.
       origins: web pages that may send requests and read the answers: https://example.org, or * for
         all.
 
     Raises:
-      ConfigError: one is malformed.
+      ConfigError: a host or an origin is malformed.
     """
 
     keys: tuple[str, ...] = ()
@@ -73,15 +73,15 @@ class Access:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_own_host(host):
             raise RefusalError(
-                f"This server does not go by the name {plain(repr(host))}. If it is to, start it "
-                "with --allowed-hosts NAME.",
+                f"This server does not go by the name {plain(repr(host))}. To allow it, "
+                "start the server with --allowed-hosts NAME.",
                 status=403,
                 code="host_not_allowed",
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
             raise RefusalError(
-                f"Pages of {plain(repr(origin))} may not ask this server. If they are to, start it "
-                "with --allowed-origins ORIGIN.",
+                f"Pages of {plain(repr(origin))} may not ask this server. To allow them, start "
+                "it with --allowed-origins ORIGIN.",
                 status=403,
                 code="origin_not_allowed",
             )
@@ -117,7 +117,7 @@ class Access:
 
     def _has_key(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
-        # All keys are compared, each in constant time: the time tells nothing about them.
+        # Compares all keys, each in constant time, so the time reveals nothing about them.
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
         return scheme.lower() == "bearer" and any(found)
 
@@ -126,7 +126,7 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ..
     """Returns the keys of a file, one per line, and that of the environment.
 
     Raises:
-      ConfigError: the file cannot be read, or one of the two holds no key.
+      ConfigError: the file cannot be read, or the file or the variable holds no valid key.
     """
     keys: list[str] = []
     if path is not None:
@@ -160,7 +160,7 @@ def is_name(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen at is reached from this machine only."""
+    """Whether a listening address can be reached from this machine only."""
     name = _plain_name(host)
     return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 

@@ -52,21 +52,21 @@ from dms_jax.serving.rpc import EngineClient, ServedModel
 from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapshot
 
 MAX_BODY_BYTES = 2**24
-MAX_BODIES_BYTES = 2**28  # of all bodies that are not parsed yet
-BODY_TIMEOUT = 60.0  # seconds in which a body comes
-RETRY_FULL = 1  # seconds after which a client should retry if bodies, or memory, are full
-RETRY_DRAINING = 10  # the same for a server that restarts
+MAX_BODIES_BYTES = 2**28  # of all unparsed bodies together
+BODY_TIMEOUT = 60.0  # seconds to receive a body
+RETRY_FULL = 1  # seconds after which to retry if the limit on bodies, or memory, is reached
+RETRY_DRAINING = 10  # seconds after which to retry at a server that restarts
 OUT_OF_MEMORY = (
     "The server ran out of device memory. This may not be caused by your request. Try again later; "
     "the server's log says more."
 )
 ENDPOINTS = f"POST {', '.join(APIS)}, and GET /v1/models, /health and /metrics"
 _LOAD_FIELDS = "lora_name", "lora_path"
-_LOAD = "/v1/load_lora_adapter"  # as vLLM calls it
-_CLIENT_CLOSED = 499  # for the metrics alone: the client has disconnected
+_LOAD = "/v1/load_lora_adapter"  # vLLM's name
+_CLIENT_CLOSED = 499  # the client has disconnected; only for the metrics
 _FAILED = "failed"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_MOST_NAMES = 256  # of unknown fields, in the log
+_MOST_NAMES = 256  # of unknown fields to log
 
 _logger = logging.getLogger("dms_jax")
 
@@ -130,7 +130,7 @@ class _Api:
         self._seeds, self._bodies_bytes = random.Random(served.seed), 0
         self._metrics = Metrics()
         self._created = int(time.time())
-        self._unknown: set[str] = set()  # names of fields that the log has
+        self._unknown: set[str] = set()  # names of unknown fields already logged
 
     async def answer(self, request: Request) -> Response:
         """Answers a body, whole or as a stream."""
@@ -149,7 +149,7 @@ class _Api:
             parsed = await self._parser.parse(body, request.is_disconnected)
         if isinstance(parsed, dict):
             return JSONResponse(parsed)
-        self._tell_of_unknown(parsed.unknown)
+        self._log_unknown(parsed.unknown)
         prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.choices)]
         deltas, begun = _DeltaQueue(len(prompts)), set()
 
@@ -177,15 +177,15 @@ class _Api:
         async with _cancel_on_exit(request.receive, deltas, cancel):
             return await _whole_response(deltas, formatter)
 
-    def _tell_of_unknown(self, names: Iterable[str]) -> None:
-        """Warns once of each unknown field."""
+    def _log_unknown(self, names: Iterable[str]) -> None:
+        """Warns once about each unknown field."""
         new = sorted(set(names) - self._unknown)
         for name in new[: max(_MOST_NAMES - len(self._unknown), 0)]:
             self._unknown.add(name)
             _logger.warning("Requests have %s, which this server leaves out.", plain(name))
 
     async def load_adapter(self, request: Request) -> Response:
-        """Replaces an adapter by that of a directory of the server's machine."""
+        """Replaces an adapter by one in a directory on the server's machine."""
         try:
             with self._body_counter() as count:
                 fields = parse_object(await _receive_body(request, count))
@@ -222,7 +222,7 @@ class _Api:
         return JSONResponse(self._card(name))
 
     async def get_health(self, request: Request) -> Response:
-        """Tells whether requests are admitted."""
+        """Reports whether requests are admitted."""
         snapshot = await self._engine.snapshot()
         if snapshot.draining or not snapshot.alive:
             status = "draining" if snapshot.draining else "the engine has ended"
@@ -246,7 +246,7 @@ class _Api:
 
     @contextlib.contextmanager
     def _body_counter(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body until it is parsed; refuses too many of all bodies."""
+        """Counts the bytes of a body until it is parsed; limits those of all bodies together."""
         own = 0
 
         def count(size: int) -> None:
@@ -286,7 +286,7 @@ class _DeltaQueue:
         """Yields the deltas that have come, until all answers have ended.
 
         Raises:
-          Exception: an answer failed, or the end of the server cancelled it.
+          Exception: an answer failed, or was cancelled because the server ends.
         """
         while self._running:
             await self._filled.wait()
@@ -391,8 +391,8 @@ async def _cancel_on_exit(
     """Ends the request inside when its client disconnects; cancels its answers on exit.
 
     Args:
-      receive: ASGI's, after the body: tells when the client disconnects.
-      deltas: the request's.
+      receive: ASGI's `receive` after the body; returns when the client disconnects.
+      deltas: the queue of the request.
       cancel: cancels the unfinished answers.
     """
 

@@ -1,6 +1,6 @@
 """OpenAI's chat completions, /v1/chat/completions, in and out.
 
-What a model thinks before it answers is `reasoning_content`, as DeepSeek, vLLM and SGLang have it.
+Thoughts before an answer are `reasoning_content`, as in DeepSeek, vLLM and SGLang.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(body: bytes, served: ServedModel) -> Asked:
-    """Returns what a body asks for; raises RefusalError."""
+    """Parses a body; raises RefusalError."""
     given, unknown = _FIELDS.read(body, served.models)
     output, output_field = output_rule(given)
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
@@ -89,7 +89,7 @@ def read_chat(given: Mapping[str, Any], *, begins_answer: bool = True) -> Chat:
 
 
 def effort_variables(effort: str) -> dict[str, Any]:
-    """Returns the variables of templates that say how much a model is to think."""
+    """Returns the template variables that set how much a model thinks."""
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
@@ -100,7 +100,8 @@ def read_tools(given: Mapping[str, Any]) -> Tools:
     ]
     choice, named = given.get("tool_choice", "auto" if tools else "none"), None
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)  # the Responses API has the name beside the type
+        # in the Responses API the name is beside the type
+        function = choice.get("function", choice)
         named = function.get("name") if isinstance(function, dict) else None
         if isinstance(named, str):
             choice = "required"
@@ -175,7 +176,7 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self._calling: set[int] = set()  # choices that have called
+        self._calling: set[int] = set()  # choices that have called a tool
 
     def opening(self) -> list[str]:
         role = {"role": "assistant", "content": ""}

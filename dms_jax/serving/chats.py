@@ -32,8 +32,8 @@ class Chat:
     """A conversation to be answered.
 
     Attributes:
-      messages: in the form of chat templates, which is OpenAI's: role and content, and where there
-        are any reasoning_content, tool_calls, tool_call_id and name.
+      messages: in the form of chat templates, which is OpenAI's: role and content, and if present
+        reasoning_content, tool_calls, tool_call_id and name.
       tools: the tools that the answer may call.
       variables: other variables of the template.
       field: the field of the messages, for errors.
@@ -125,7 +125,7 @@ def template_variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def content_text(content: Any, where: str, field: str = "messages") -> str:
     """Returns the text of a content, which may have parts; raises RefusalError.
 
-    The text parts of all APIs are accepted, under each of their names.
+    Accepts the text parts of all APIs under any of their type names.
     """
     if isinstance(content, list):
         content = [_as_text_part(part) for part in content]
@@ -203,8 +203,8 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _as_harmony(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns messages as the template of gpt-oss expects them.
 
-    Thoughts are `thinking`, and so is text before a call. Each message has at most one call, and
-    its result follows.
+    Thoughts, and text before a call, become `thinking`. Each message has at most one call, and its
+    result follows.
     """
     found: list[Mapping[str, Any]] = []
     placed = set[int]()

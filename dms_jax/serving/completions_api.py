@@ -42,7 +42,7 @@ FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 def read(body: bytes, served: ServedModel) -> Asked:
-    """Returns what a body asks for; raises RefusalError."""
+    """Parses a body; raises RefusalError."""
     given, unknown = _FIELDS.read(body, served.models)
     if given.get("logprobs", 0) > 1:
         raise RefusalError(
@@ -104,7 +104,7 @@ class CompletionFormatter(Formatter):
     `request.details` says whether the last chunk of a stream has the usage.
     """
 
-    names = "cmpl", "text_completion", "text_completion"  # of ids, of a whole answer, of a chunk
+    names = "cmpl", "text_completion", "text_completion"  # for ids, whole answers, chunks
 
     def __init__(self, request: GenerationRequest, served: ServedModel):
         super().__init__(request, served)
@@ -217,12 +217,12 @@ class CompletionFormatter(Formatter):
 
     def chunk(self, choice: dict[str, Any]) -> str:
         """Returns the event of a choice."""
-        head, tail = self._around
+        head, tail = self._chunk_frame
         return data_event(f"{head}{to_json(choice)}{tail}")
 
     @functools.cached_property
-    def _around(self) -> tuple[str, str]:
-        """The JSON before and after the choice, which is the same in every chunk."""
+    def _chunk_frame(self) -> tuple[str, str]:
+        """The JSON before and after the choice, the same in every chunk."""
         usage = {"usage": None} if self.request.details else {}
         head, tail = to_json(self._envelope(self.names[2], []) | usage).split('"choices":[]')
         return f'{head}"choices":[', f"]{tail}"

@@ -2,8 +2,8 @@
 
 An unsupported field that would change the answer is refused by name, unless its value changes
 nothing (`presence_penalty: 0`). All other fields are accepted: clients send many about themselves
-or for other servers. A name that nearly equals a supported one is a typo, and refused: the answer
-would not be what the client asked for.
+or for other servers. A name that nearly equals a supported one is refused as a typo, because the
+answer would differ from the client's intention.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _TYPO = 0.8  # similarity of two names, by `difflib`
 _NEVER: tuple[Any, ...] = ()
 _GIVEN = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 
-# Of every endpoint that generates.
+# Fields of every endpoint that generates.
 SAMPLING: dict[str, Any] = {
     "model": str,
     "stream": bool,
@@ -32,7 +32,7 @@ SAMPLING: dict[str, Any] = {
     "seed": Seed,
     "priority": Annotated[int, Range(-(2**31), 2**31 - 1)],
 }
-# Of OpenAI's chat and text completions, with common extensions of other servers.
+# Fields of OpenAI's chat and text completions, with common extensions of other servers.
 COMPLETING: dict[str, Any] = SAMPLING | {
     "stream_options": Any,
     "n": Annotated[int, Range(1, MOST_CHOICES)],
@@ -45,7 +45,7 @@ COMPLETING: dict[str, Any] = SAMPLING | {
     "structured_outputs": Any,
     "response_format": Any,
 }
-# Unsupported fields that change answers, each with the values that change nothing.
+# Unsupported fields that change answers, with the values that are accepted as neutral.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -141,7 +141,7 @@ class Table:
     def read(self, body: bytes, models: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Returns the checked supported fields, and the names of unknown ones.
 
-        `model` is always there; it defaults to the first of `models`.
+        `model` is always included; it defaults to the first of `models`.
 
         Args:
           body: JSON.
@@ -195,15 +195,15 @@ def check_field(name: str, value: Any, kind: Any) -> Any:
 
 
 def sampling_of(given: Mapping[str, Any], *, stop: str = "stop") -> dict[str, Any]:
-    """Returns the fields of `Sampling` that a request gives.
+    """Returns the fields of `Sampling` that a request sets.
 
     Args:
       given: the fields of the request.
-      stop: name of its field of stop strings.
+      stop: name of the field with stop strings.
     """
     found = {each: given[each] for each in _GIVEN if each in given}
     if "top_k" in given:
-        found["top_k"] = max(given["top_k"], 0)  # -1 is all of them too
+        found["top_k"] = max(given["top_k"], 0)  # -1 means all, like 0
     if stop in given:
         found["stop"] = _stops(stop, given[stop])
     return found

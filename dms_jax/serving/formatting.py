@@ -31,7 +31,7 @@ _CACHE_FIELDS = (
 class Formatter:
     """Formats the response to one request: one JSON object, or the events of a stream.
 
-    Events are strings as they are sent.
+    Events are complete strings, ready to send.
 
     Args:
       request: the request.
@@ -78,7 +78,7 @@ class Formatter:
         return Answer.of(self.request.form, completion.text)
 
     def usage(self, completions: Sequence[Completion]) -> "Figures":
-        """Returns the usage of all answers; a prompt with several of them counts once."""
+        """Returns the usage of all answers; a prompt with several answers counts once."""
         total = total_usage([completion.usage for completion in completions])
         prompt_tokens = sum(map(len, self.request.prompts))
         return Figures(
@@ -90,7 +90,7 @@ class Formatter:
         )
 
     def _thought_tokens(self, completion: Completion) -> int:
-        """Returns how many tokens of an answer are thoughts, markers included."""
+        """Returns the number of thought tokens of an answer, markers included."""
         form, tokenizer = self.request.form, self.served.tokenizer
         if form.thinks == "no" or tokenizer is None:
             return 0
@@ -106,9 +106,9 @@ class Figures:
     """The usage of the answers to a request.
 
     Attributes:
-      prompt_tokens, new_tokens: tokens read and generated.
-      thought_tokens: those of the new ones that are what the model thinks.
-      cached_tokens: those of the prompts that cached prefixes held.
+      prompt_tokens, new_tokens: numbers of prompt tokens and generated tokens.
+      thought_tokens: new tokens that are thoughts.
+      cached_tokens: prompt tokens served from cached prefixes.
       cache: the use of the cache (`dms_jax.cache.accounting.Usage`).
     """
 
@@ -120,7 +120,7 @@ class Figures:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens read and generated."""
+        """Number of prompt tokens and generated tokens."""
         return self.prompt_tokens + self.new_tokens
 
     @property
@@ -147,7 +147,7 @@ class TokenTexts:
         self._tokenizer, self._last = tokenizer, dict[int, int]()
 
     def of(self, choice: int, prompt: list[int], tokens: Sequence[int]) -> list[str]:
-        """Returns the texts of the next tokens, which may depend on the token before."""
+        """Returns the texts of the next tokens, which may depend on the previous token."""
         if self._tokenizer is None:
             return [""] * len(tokens)
         before = [self._last.get(choice, prompt[-1]), *tokens]
@@ -155,7 +155,7 @@ class TokenTexts:
         return [self._decode(*pair)[len(self._decode(*pair[:1])) :] for pair in pairwise(before)]
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """Returns the bytes of a token, perhaps a part of a character."""
+        """Returns the bytes of a token, which may be part of a character."""
         own = None if self._tokenizer is None else self._tokenizer.bytes_of(token)
         return None if own is None else list(own)
 

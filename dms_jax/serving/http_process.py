@@ -1,9 +1,9 @@
 """The HTTP process: uvicorn, with limits on the time and number of connections.
 
-`server.Server` starts it with two sockets. It has Python's lock for itself: to write the events of
-hundreds of streams takes as long as the steps of a small model. It has no device, starts before the
-model is loaded (see `Starting`), and ends when the engine's process says so or has ended. It
-ignores signals, which that process handles.
+`server.Server` starts it with two sockets. Its Python lock is its own, because writing the events
+of hundreds of streams takes as long as the steps of a small model. It has no device, starts before
+the model is loaded (see `Starting`), and ends when the engine's process says so or has ended. It
+ignores signals, which the engine's process handles.
 
 uvicorn limits how long a connection may be idle between two requests. `Connection` adds:
 
@@ -38,9 +38,10 @@ from dms_jax.serving.server import BACKLOG
 
 HEAD_TIMEOUT = 20.0
 WRITE_TIMEOUT = 120.0
-SPARE_CONNECTIONS = 256  # beside those of the requests that can run or wait
-# Connections accepted in a turn of the event loop. Answers take several turns, each as long as it
-# takes to accept them; and of clients that leave at once, those of about four turns are open.
+SPARE_CONNECTIONS = 256  # in addition to those of requests that can run or wait
+# Connections accepted per turn of the event loop. An answer takes several turns, and accepting
+# connections lengthens each; connections of clients that leave at once stay open for about four
+# turns.
 _AT_A_TIME = 16
 _OTHER_FILES = 64  # file descriptors for everything but connections
 _TIMEOUTS = {"head": HEAD_TIMEOUT, "writing": WRITE_TIMEOUT, "closing": WRITE_TIMEOUT}
@@ -72,7 +73,7 @@ async def serve_http(listening: socket.socket, connection: socket.socket) -> Non
         app,
         http=http,
         ws="none",
-        log_config=None,  # that of the process stays
+        log_config=None,  # keep this process's configuration
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -84,7 +85,7 @@ async def serve_http(listening: socket.socket, connection: socket.socket) -> Non
         serving = tasks.create_task(server.serve([listening]))
         try:
             served = await engine.connect(connection)
-        except EOFError:  # that process ended before it had a model, and has said why
+        except EOFError:  # the engine's process ended before it had a model, and reported why
             server.stop(graceful=False)
             return
         http.max_connections, _ = max_connections(served.max_requests)
@@ -100,7 +101,7 @@ class Starting:
         self._app: asyncio.Future[ASGIApp] = asyncio.get_running_loop().create_future()
 
     def use(self, app: ASGIApp) -> None:
-        """Gives all requests to an application, those that wait first."""
+        """Sends all requests to an application, waiting ones first."""
         self._app.set_result(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +116,7 @@ class _Server(uvicorn.Server):
     """uvicorn's server, which the engine's process stops."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets more connections wait than are accepted at a time."""
+        """Sets a backlog larger than the number of connections accepted at a time."""
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
@@ -129,7 +130,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def stop(self, graceful: bool) -> None:
-        """Accepts no more connections; if graceful, those that there are come to their end."""
+        """Accepts no more connections; if graceful, lets the open ones finish."""
         self.should_exit = True
         self.force_exit = self.force_exit or not graceful
 
@@ -141,7 +142,7 @@ class _Server(uvicorn.Server):
 
 
 def max_connections(requests: int) -> tuple[int, int]:
-    """Returns the most connections, and how many of them are accepted at a time.
+    """Returns the most connections, and how many to accept at a time.
 
     Raises the limit of open files of this process as far as needed and allowed.
 
@@ -163,7 +164,7 @@ def max_connections(requests: int) -> tuple[int, int]:
     if soft == resource.RLIM_INFINITY:
         return wanted, at_a_time
     at_a_time = max(1, min(at_a_time, soft // 4))
-    # Connections just accepted, and those just closed to make room for them, are open together.
+    # New connections and the ones just closed to make room for them are open at the same time.
     return max(1, min(wanted, soft - 2 * at_a_time - _OTHER_FILES)), at_a_time
 
 
@@ -206,7 +207,7 @@ class Connection(H11Protocol):
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether its request is not complete, so that no answer is lost with it."""
+        """Whether its request is incomplete, so that closing it loses no answer."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _make_room(self) -> bool:
@@ -223,10 +224,10 @@ class Connection(H11Protocol):
 
 
 class LogRateLimit(logging.Filter):
-    """Limits how often each line of the program logs: clients cause log messages as they like.
+    """Limits how often each source line logs, as clients can cause any number of log messages.
 
     Args:
-      most: messages of a line in `seconds`.
+      most: the most messages of a source line in `seconds`.
     """
 
     def __init__(self, most: int = 20, seconds: float = 60.0):
@@ -235,7 +236,7 @@ class LogRateLimit(logging.Filter):
         self._logged: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is logged; the last one says that more will not be."""
+        """Whether to log a record; the last one before the limit says that more follow unlogged."""
         line = record.pathname, record.lineno
         since, count = self._logged.get(line, (record.created, 0))
         if record.created - since > self._seconds:

@@ -1,8 +1,8 @@
 """Anthropic's messages, /v1/messages, in and out; Claude Code uses them.
 
 Tools have a schema; other types, which Anthropic's own servers run, are ignored with a warning.
-What a model thinks before it answers is a thinking block without a signature, and is accepted as
-one. `max_tokens` is required, and is reduced to what fits.
+Thoughts are sent, and accepted, as thinking blocks without a signature. `max_tokens` is required,
+and is reduced to what fits.
 """
 
 import json
@@ -60,7 +60,7 @@ _KINDS = {
 
 
 def read(body: bytes, served: ServedModel) -> Asked:
-    """Returns what a body asks for; raises RefusalError."""
+    """Parses a body; raises RefusalError."""
     given, unknown = _FIELDS.read(body, served.models)
     if "max_tokens" not in given:
         raise RefusalError("max_tokens is missing.", param="max_tokens")
@@ -68,7 +68,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
 
 
 def read_to_count(body: bytes, served: ServedModel) -> Asked:
-    """Returns what a body for /v1/messages/count_tokens asks for; raises RefusalError."""
+    """Parses a body for /v1/messages/count_tokens; raises RefusalError."""
     return _asked(*_FIELDS.read(body, served.models))
 
 
@@ -139,7 +139,7 @@ def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
-    """Adds a message; its tool results become messages of their own."""
+    """Adds a message; its tool results become separate messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RefusalError(
@@ -158,7 +158,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
     for block in blocks:
         match block.get("type"):
             case "text":
-                texts.append(content_text([_bare(block)], where))
+                texts.append(content_text([_text_only(block)], where))
             case "tool_result" if role == "user":
                 result = _result_text(block.get("content"), where)
                 messages.append(result_of(block.get("tool_use_id"), result, messages))
@@ -168,7 +168,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
             case "thinking" if role == "assistant":
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking" if role == "assistant":
-                pass  # another server's, which nobody else can read
+                pass  # encrypted by another server
             case kind:
                 raise RefusalError(
                     f"{where}: blocks of type {show(kind)} are not served in a message of the "
@@ -176,7 +176,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
                     param="messages",
                 )
     if role == "user" and not texts and blocks:
-        return  # it had results of tools alone
+        return  # it had only tool results
     added: dict[str, Any] = {"role": role, "content": "".join(texts)}
     if calls:
         added["tool_calls"] = calls
@@ -185,7 +185,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
     messages.append(added)
 
 
-def _bare(block: Mapping[str, Any]) -> dict[str, Any]:
+def _text_only(block: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a block without cache and citation fields."""
     return {"type": "text", "text": block.get("text")}
 
@@ -194,7 +194,7 @@ def _result_text(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        content = [_bare(each) if _is_text(each) else each for each in content]
+        content = [_text_only(each) if _is_text(each) else each for each in content]
     return content_text(content, where)
 
 
@@ -210,7 +210,7 @@ class MessageFormatter(Formatter):
 
     def __init__(self, request: GenerationRequest, served: ServedModel):
         super().__init__(request, served)
-        self._blocks: list[str] = []  # their types
+        self._blocks: list[str] = []  # types of the blocks
         self._open = False
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class MessageFormatter(Formatter):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _stopped_by(self, completion: Completion) -> str | None:
-        """Returns the stop string that ended an answer: it is behind the answer's text."""
+        """Returns the stop string that ended an answer: it follows the answer's text."""
         stops = self.request.sampling.stop_strings
         whole = self.served.tokenizer.decode(completion.tokens)
         place = max(len(completion.text) - 1, 0)  # the first token may have lost a space

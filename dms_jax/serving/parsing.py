@@ -7,7 +7,7 @@ size is parsed at a time, so that small ones do not wait for large ones:
     tiny, small    in threads of the HTTP process
     large, huge    in a worker each, with a timeout
 
-A body whose client has left when its turn comes is not parsed.
+A body whose client has disconnected by its turn is not parsed.
 
 A worker starts with its first body. It is sent the `ServedModel` first, then each `RequestBody`,
 and answers with a `GenerationRequest`, the answer to a body that needs no model, or an error.
@@ -33,7 +33,7 @@ from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import GenerationRequest, prepare
 from dms_jax.serving.rpc import ServedModel, pack, portable, receive, receive_async, start_process
 
-TINY_BODY = 2**12  # bytes: 3 ms of tokenizing
+TINY_BODY = 2**12  # bytes; tokenizing takes 3 ms
 SMALL_BODY = 2**15  # 20 ms
 LARGE_BODY = 2**20  # half a second
 PARSE_TIMEOUT = 30.0  # seconds for a body in a worker; 16 MB of texts take about ten
@@ -41,7 +41,7 @@ _START_TIMEOUT = 60.0
 
 _logger = logging.getLogger("dms_jax")
 
-# A parsed body, or the answer to it.
+# A parsed body, or the answer to a body.
 Parsed = GenerationRequest | dict[str, Any]
 
 
@@ -82,7 +82,7 @@ class Parser:
 
         Args:
           body: the body.
-          has_left: tells whether its client has disconnected, when its turn comes.
+          has_left: returns whether the client has disconnected; called when the body's turn comes.
 
         Raises:
           ClientDisconnect: the client has disconnected.
@@ -135,7 +135,7 @@ class _Worker:
                 "Send shorter prompts, or fewer.",
                 status=503,
             ) from None
-        except BaseException:  # a late reply would be taken for the next one
+        except BaseException:  # a late reply would be taken for the reply to the next body
             self.close()
             raise
         if isinstance(parsed, Exception):
@@ -170,7 +170,8 @@ def main() -> None:
         stream = connection.makefile("rb")
         served = receive(stream)
         while (body := receive(stream)) is not None:
-            # The other side kills this process after the timeout; the alarm is for a dead one.
+            # The HTTP process kills this worker after the timeout; the alarm is for a dead HTTP
+            # process.
             signal.setitimer(signal.ITIMER_REAL, 2 * PARSE_TIMEOUT)
             answer = pack(_parse(body, served))
             signal.setitimer(signal.ITIMER_REAL, 0)

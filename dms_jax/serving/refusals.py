@@ -7,7 +7,7 @@ from typing import Any
 from dms_jax.checks import show
 from dms_jax.errors import ConfigError, DataError, DmsJaxError, TooLongError, plain
 
-TOO_LONG = "context_length_exceeded"  # OpenAI's word, by which clients shorten what they send
+TOO_LONG = "context_length_exceeded"  # OpenAI's code; clients that see it send less
 _LONGEST_MESSAGE = 2000
 
 

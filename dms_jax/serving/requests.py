@@ -1,10 +1,10 @@
-"""What a request asks for in any API: `Asked`, which becomes a `GenerationRequest`.
+"""A parsed request of any API: `Asked`, which becomes a `GenerationRequest`.
 
     body --an API's reader--> Asked --prepare--> GenerationRequest --> Service.submit
     deltas --an API's formatter--> events or one JSON object
 
-Each API is a file that translates in and out. What they share is here: prompts become token ids,
-lengths are checked, and the grammar of the answer is made.
+Each API is a file that translates requests and responses. The shared part is here: encode prompts,
+check lengths, and build the grammar of the answer.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dms_jax.serving.rpc import ServedModel
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request asks for.
+    """A parsed request, the same for all APIs.
 
     Attributes:
       model: name of the model, one of `ServedModel.models`.
@@ -36,7 +36,7 @@ class Asked:
       choices: answers to each prompt.
       output: what an answer must match, as the right side of a rule of a Lark grammar.
       output_field: the field of `output`, for errors.
-      stream: whether tokens are sent as they are generated.
+      stream: whether to stream tokens.
       max_field: the field of `max_new_tokens`, for errors.
       cuts_max: whether `max_new_tokens` is reduced to what fits, for clients that always send a
         large number.
@@ -65,7 +65,7 @@ class Asked:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], unknown: tuple[str, ...], **more: Any) -> "Asked":
-        """Returns what the fields of a body ask for; all APIs have model, stream and priority."""
+        """Builds it from the fields of a body; all APIs have model, stream and priority."""
         return cls(
             model=given["model"],
             stream=given.get("stream", False),
@@ -109,7 +109,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
     """Returns the request for the engine.
 
     Args:
-      asked: what the client asks for.
+      asked: the parsed request.
       served: the model; its default `max_new_tokens` is reduced to what fits.
       seed: seed of the sampling if the client gives none.
 
@@ -148,10 +148,10 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
     if asked.echo:
         ((first, *others),) = prompts
         prompts, grammar, most = [[first]], Opening(tuple(others)), most + len(others)
-        given["stop"] = ()  # also the server's own: the prompt may contain one
+        given["stop"] = ()  # drop the server's default too: the prompt may contain one
     if grammar is not None and given.get("ignore_eos"):
         raise RefusalError(
-            "ignore_eos is not for an answer with a grammar or an echo, which an end token ends.",
+            "ignore_eos cannot be used with a grammar or echo: an end token ends such an answer.",
             param="ignore_eos",
         )
     if not most:
@@ -202,7 +202,7 @@ def encode(
 
 
 def _check_answers(prompts: int, choices: int, most: int, field: str) -> None:
-    """Refuses more answers than can run or wait: a body of 16 MB can ask for a hundred million."""
+    """Refuses more answers than can run or wait; a body of 16 MB can ask for a hundred million."""
     if (asked := prompts * choices) > most:
         raise RefusalError(
             f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are asked "
@@ -227,7 +227,7 @@ def _grammar(asked: Asked, form: AnswerForm) -> Grammar | None:
     rules, kinds = list[str](), list[str]()
     if asked.output is not None and not (tools is not None and tools.required):
         with naming(asked.output_field, asked.output_field):
-            Grammar.lark(f"start: {asked.output}")  # its own errors, by its own field
+            Grammar.lark(f"start: {asked.output}")  # compiled alone, so that errors name its field
         header = "" if calls is None else calls.header
         rules += [f"output: {literal(header)} content", f"content: {asked.output}"]
         kinds.append("output")

@@ -1,7 +1,7 @@
 """OpenAI's Responses API, /v1/responses, in and out; Codex uses only this one.
 
 Nothing is stored: every request has the whole conversation, and `previous_response_id` is refused.
-Tools are functions; the model sees those of a namespace with its name as a prefix. Other types,
+Tools are functions; the model sees functions of a namespace with its name as a prefix. Other types,
 which OpenAI's own servers run, are ignored with a warning.
 
 An answer is a list of items, and a stream has events of each, in this order:
@@ -81,7 +81,7 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 
 
 def read(body: bytes, served: ServedModel) -> Asked:
-    """Returns what a body asks for; raises RefusalError."""
+    """Parses a body; raises RefusalError."""
     given, unknown = _FIELDS.read(body, served.models)
     tools, left_out = _tools(given.get("tools", []))
     choice, named = _choice(given, bool(tools))
@@ -290,8 +290,8 @@ class ResponseFormatter(Formatter):
             if tool["type"] == "namespace"
         ]
         self._items: list[_Item] = []
-        self._open = False  # whether the last one may go on
-        self._number = 0  # of events
+        self._open = False  # whether the last item may continue
+        self._number = 0  # sequence number of the next event
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions

@@ -3,8 +3,8 @@
     client to server (HTTP to engine)     Submit, Cancel, GetSnapshot, ReplaceAdapter
     server to client (engine to HTTP)     ServedModel (first of all), Reply, Deltas, Stop
 
-A message is its length in eight bytes and then its pickle. The messages of a direction keep their
-order. A closed socket means that the other process has ended.
+A message is its length in eight bytes, then its pickle. Messages in one direction keep their order.
+A closed socket means that the other process has ended.
 
 `EngineServer` serves a `Service` with two threads, one that receives and one that sends: the
 engine's thread only queues the deltas of a chunk, and never waits for HTTP. `EngineClient` is used
@@ -34,7 +34,7 @@ from dms_jax.serving.access import Access
 from dms_jax.serving.service import Delta, Listener, Service, Snapshot, notify
 
 LENGTH = struct.Struct("!Q")
-_BUFFER_BYTES = 2**22  # received and not yet read, when many deltas come together
+_BUFFER_BYTES = 2**22  # received and unread, for bursts of deltas
 
 _logger = logging.getLogger("dms_jax")
 
@@ -44,14 +44,14 @@ _logger = logging.getLogger("dms_jax")
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What the HTTP process must know of the model behind it.
+    """Description of the model for the HTTP process.
 
     Attributes:
       models: the model names of requests, each with its adapter; None for the plain model. The
         first is the default.
       policy: name of the cache policy.
-      config: of the model.
-      tokenizer: of the model, with its chat template; None if it has none.
+      config: configuration of the model.
+      tokenizer: tokenizer of the model, with its chat template; None if it has none.
       max_tokens: the most tokens of a request, prompt and answer.
       max_requests: the most requests that can run or wait; see `Service`.
       defaults: default sampling of requests.
@@ -104,7 +104,7 @@ class ServedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Submit:
-    """Submits prompts; the `Reply` is None, or the error that refuses them.
+    """Submits prompts; the `Reply` is None, or the error that rejects them.
 
     Attributes:
       key: the client's number for this submission.
@@ -134,7 +134,7 @@ class GetSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class ReplaceAdapter:
-    """Replaces an adapter by that of a directory; the `Reply` is None, or the error.
+    """Replaces an adapter by one in a directory; the `Reply` is None, or the error.
 
     See `Service.replace_adapter`.
     """
@@ -161,11 +161,11 @@ class Deltas:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Tells HTTP to accept no more connections, and to end with the answers that run."""
+    """Tells HTTP to accept no more connections, and to end after the running answers."""
 
 
 def pack(message: Any) -> bytes:
-    """Returns the bytes that are sent for a message."""
+    """Serializes a message."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
@@ -191,15 +191,15 @@ async def receive_async(reader: asyncio.StreamReader) -> Any:
 
 
 def portable(error: Exception) -> Exception:
-    """Returns an error that another process can unpickle: itself, or else its text.
+    """Returns an error that another process can unpickle: itself, or a RuntimeError with its text.
 
-    Errors of this library always are.
+    Errors of this library can always be unpickled.
     """
     if isinstance(error, DmsJaxError):
         return error
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the class of the error does
+    except Exception:  # pickling calls code of the error's class, which may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -207,8 +207,8 @@ def portable(error: Exception) -> Exception:
 def start_process(module: str, *sockets: socket.socket) -> subprocess.Popen[bytes]:
     """Runs `main` of a module of this package in a new process, which inherits the sockets.
 
-    Its command line has their file descriptors. It imports from where this process does, and has
-    no device. Ctrl-C does not reach it.
+    Its command line has their file descriptors. It has this process's import path and no device.
+    Ctrl-C does not reach it.
 
     Raises:
       OSError: it cannot be started.
@@ -280,11 +280,11 @@ class EngineServer:
         match message:
             case Submit(key):
                 self._outbox.put(Reply(key, self._submit(message)))
-            case Cancel(key):  # the last message of every key
+            case Cancel(key):  # always the last message of a key
                 self._service.cancel(self._indices.pop(key, ()))
             case GetSnapshot(key):
                 self._outbox.put(Reply(key, self._service.snapshot()))
-            case ReplaceAdapter():  # waits for requests, whose messages must be received
+            case ReplaceAdapter():  # in a thread: it waits for requests, whose messages arrive here
                 threading.Thread(target=self._replace_adapter, args=(message,), daemon=True).start()
 
     def _replace_adapter(self, call: ReplaceAdapter) -> None:
@@ -335,7 +335,7 @@ class EngineServer:
 
 
 def _logged(error: Exception) -> Exception:
-    """Returns an error for HTTP; logs it if it is not one of this library."""
+    """Returns an error for HTTP; logs it unless it is one of this library's."""
     if not isinstance(error, DmsJaxError):
         _logger.error("A request failed.", exc_info=error)
     return portable(error)
@@ -394,7 +394,7 @@ class EngineClient:
         adapter: str | None = None,
         priority: int = 0,
     ) -> int:
-        """Submits prompts; returns a key, with which `cancel` must be called in the end.
+        """Submits prompts; returns a key, for which `cancel` must be called in the end.
 
         Args:
           prompts, sampling, adapter, priority: see `Service.submit`.
@@ -429,7 +429,7 @@ class EngineClient:
         return await self._call(GetSnapshot(next(self._keys)))
 
     async def replace_adapter(self, name: str, path: str) -> None:
-        """Replaces an adapter, and waits for it; raises the errors of the service."""
+        """Replaces an adapter and waits until it is done; raises the errors of the service."""
         await self._call(ReplaceAdapter(next(self._keys), name, path))
 
     async def _call(self, message: Submit | GetSnapshot | ReplaceAdapter) -> Any:

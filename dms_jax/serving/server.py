@@ -1,9 +1,8 @@
-"""`Server`: the process that answers HTTP, seen from the main thread of the engine's process.
+"""`Server`: starts, monitors and stops the HTTP process from the main thread.
 
-`Server` starts that process (`http_process`) and monitors it, and serves until a signal ends it.
-
-SIGTERM and Ctrl-C close the address at once. Running requests go on, up to a limit; those that have
-not ended by then are cancelled, and their clients are told so. A second Ctrl-C does not wait.
+`Server` runs in the engine's process and serves until a signal ends it. SIGTERM and Ctrl-C close
+the address at once. Running requests may finish up to a time limit; then the rest is cancelled, and
+their clients are told. A second Ctrl-C does not wait.
 """
 
 import contextlib
@@ -21,17 +20,17 @@ from dms_jax.errors import ConfigError, EngineFailedError, OtherProcessError, pl
 from dms_jax.serving.rpc import EngineServer, ServedModel, start_process
 from dms_jax.serving.service import Service
 
-BACKLOG = 2048  # connections that wait to be accepted
-_EXIT_TIMEOUT = 10.0  # seconds after the last answer, in which clients read the end of theirs
+BACKLOG = 2048  # the most connections that wait to be accepted
+_EXIT_TIMEOUT = 10.0  # seconds for clients to read the end of their answers
 _REPEAT_SECONDS = 1.0  # between two signals to the main thread
 
 
 class Server:
-    """A context, of the main thread, in which a process answers HTTP; requests wait for `serve`.
+    """A context of the main thread in which a process answers HTTP; requests wait for `serve`.
 
-    The process is killed at the end, unless it has ended. If it ends before `serve` is called,
-    OtherProcessError is raised in the main thread, whatever that does: it may take minutes to load
-    a model and to compile its programs.
+    On exit the process is killed unless it has ended. If it ends before `serve` is called,
+    OtherProcessError interrupts the main thread, which may take minutes to load a model and compile
+    its programs.
 
     Args:
       listening: the listening socket of its address.
@@ -45,9 +44,9 @@ class Server:
         with other:
             self._process = start_process("http_process", self._listening, other)
         self._handler = signal.getsignal(signal.SIGINT)
-        if callable(self._handler):  # it is not ignored
+        if callable(self._handler):  # SIGINT is not ignored
             signal.signal(signal.SIGINT, self._on_interrupt)
-        # No other program uses this signal, and it is ignored where it has no handler.
+        # Nothing else uses this signal, and it is ignored by default.
         self._urgent_handler = signal.signal(signal.SIGURG, self._on_exit)
         self._monitoring = True
         threading.Thread(target=self._monitor, name="dms_jax monitor", daemon=True).start()
@@ -63,8 +62,8 @@ class Server:
         self._connection.close()
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
-        # Python drops what is raised in a callback of the garbage collector, which jax has and
-        # often runs while it traces: `serve` raises it again.
+        # Python drops exceptions raised in a callback of the garbage collector. jax has one, which
+        # often runs during tracing, so `serve` raises it again.
         self._interrupted = True
         if callable(self._handler):
             self._handler(number, frame)
@@ -75,7 +74,7 @@ class Server:
         main = threading.main_thread().ident
         while self._monitoring and main is not None:
             signal.pthread_kill(main, signal.SIGURG)
-            time.sleep(_REPEAT_SECONDS)  # what is raised may be dropped, as for Ctrl-C
+            time.sleep(_REPEAT_SECONDS)  # the exception may be dropped, as for Ctrl-C
 
     def _on_exit(self, number: int, frame: Any) -> None:
         if self._monitoring:
@@ -93,22 +92,22 @@ class Server:
         """Serves until a signal ends it; called in the main thread.
 
         Args:
-          service: the service; it was started.
+          service: the service, already started.
           served: describes it.
-          drain_seconds: how long running requests may take in the end.
+          drain_seconds: time limit of running requests after the signal.
 
         Returns:
           Whether all of them ended by themselves.
 
         Raises:
-          KeyboardInterrupt: Ctrl-C ended it: in order, or the second one at once; or one before,
-            which Python dropped.
+          KeyboardInterrupt: Ctrl-C ended it: the first in order, a second at once; or an earlier
+            one was dropped by Python.
           OtherProcessError: the process that answers HTTP has ended by itself.
-          EngineFailedError: the engine has, after its clients were notified.
+          EngineFailedError: the engine failed; its clients were notified.
         """
         if self._interrupted:
             raise KeyboardInterrupt
-        self._monitoring = False  # from now on the receiving thread notices its end
+        self._monitoring = False  # from now on the receiving thread notices the process's end
         events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for a failure
         with _queue_signals(events):
             service.on_failure = lambda: events.put(None)
@@ -118,12 +117,13 @@ class Server:
                 service, self._connection, served, on_disconnect=lambda: events.put(None)
             )
             engine.start()
-            self._listening.close()  # the process has it, and closes the address in the end
+            # the HTTP process has it too, and closes the address in the end
+            self._listening.close()
             event = events.get()
             engine.stop()
             try:
                 drained = service.drain(0.0 if event is None else drain_seconds)
-            except KeyboardInterrupt:  # at most a chunk: Python cannot end while one is computed
+            except KeyboardInterrupt:  # wait for at most a chunk: Python cannot exit during one
                 service.drain(0.0)
                 raise
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,10 +142,10 @@ class Server:
 
 
 def take_address(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at an address; port 0 takes any that is free.
+    """Returns a socket that listens at an address; port 0 takes any free port.
 
-    It listens before anything answers: two sockets may be bound to one address, but only one of
-    them listens. Early clients wait.
+    It listens before anything answers, because two sockets may be bound to one address, but only
+    one of them can listen. Early clients wait.
 
     Raises:
       ConfigError: the address is not free, or there is no such address.

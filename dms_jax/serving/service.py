@@ -42,8 +42,8 @@ from dms_jax.model.adapters import AdapterWeights
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-MOST_RETRY_SECONDS = 60  # clients of OpenAI's library wait no longer
-_ENDS = 64  # answers over which the rate is measured
+MOST_RETRY_SECONDS = 60  # OpenAI's client waits no longer
+_ENDS = 64  # number of last answers over which the rate is measured
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
 _ENDING = "The server is about to end and takes no more requests."
@@ -57,7 +57,7 @@ class DrainingError(BusyError):
 
 
 class QueueFullError(BusyError):
-    """As many requests run or wait as may.
+    """The most requests run or wait already.
 
     Args:
       message: says so.
@@ -71,14 +71,14 @@ class QueueFullError(BusyError):
 
 @dataclasses.dataclass
 class Turnover:
-    """The rate at which requests end, and so when refused clients should retry.
+    """The rate at which requests end, and from it the time after which to retry.
 
-    The rate is that of the last ends since there was work, as if one more request ended now: so
-    there is a rate before the first end, and it falls while answers hang. Clients that are refused
-    one after the other get increasing times, or all of them would return for the same place.
+    The rate is that of the last ends since work began, counting one more end now, so that there is
+    a rate before the first end and it falls while answers hang. Clients refused one after the other
+    get increasing times; otherwise all of them would return for the same place.
 
     Attributes:
-      clock: seconds, from any moment.
+      clock: returns seconds since an arbitrary time.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -109,7 +109,7 @@ class Turnover:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What is new of one answer since its last delta.
+    """The new part of one answer since its last delta.
 
     Attributes:
       choice: index of its prompt among those submitted together.
@@ -137,7 +137,7 @@ class Snapshot:
       running: requests in lanes.
       waiting: requests that wait for a lane.
       live_tokens: live cache entries of running requests, averaged over layers and KV heads.
-      pages_in_use, pages_free: pages of the pool; those of cached prefixes alone are free.
+      pages_in_use, pages_free: pages of the pool; pages used only by cached prefixes are free.
       prefixes: the cached prefixes.
       draining: whether no more requests are admitted.
       alive: whether the engine's thread runs.
@@ -172,7 +172,7 @@ class _Change:
 
 
 def notify(listener: Callable[..., None], *arguments: Delta | Exception) -> None:
-    """Calls a listener; logs what it raises, as that must not end the answers of others."""
+    """Calls a listener and logs its exceptions, which must not end the answers of others."""
     try:
         listener(*arguments)
     except Exception:
@@ -185,12 +185,12 @@ def _describe(request: Request) -> str:
     return f"The prompt of {tokens:,} tokens with its answer of up to {request.max_new_tokens:,}"
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 class Service:
-    """Runs an engine in a thread of its own, for requests from any thread.
+    """Runs an engine in its own thread, for requests from any thread.
 
     Args:
       model: the model to run.
@@ -200,12 +200,12 @@ class Service:
       max_waiting: the most requests that may wait for a lane; more are refused.
 
     Attributes:
-      engine: the engine; only the thread may use it.
+      engine: the engine; only its thread may use it.
       max_tokens: the most tokens of a request, prompt and answer.
       max_requests: the most requests that can run or wait.
       draining: whether no more requests are admitted.
-      failure: the exception that ended the thread; None unless that has happened.
-      on_failure: called in the thread then.
+      failure: the exception that ended the thread; None if none has.
+      on_failure: called in the thread after `failure` is set.
     """
 
     @show_options(EngineOptions)
@@ -238,7 +238,7 @@ class Service:
         )
         self.engine = Engine(model, policy, adapters=adapters, **dataclasses.asdict(limits))
         runner = self.engine.runner
-        # Once for all later requests: page tables keep their widths, and nothing recompiles.
+        # Fixes the widths of page tables for all later requests, so that nothing recompiles.
         runner.reservation.allow_length(self.max_tokens)
         self._admission = self.engine.admission
         self._slots = self._admission.slots_alone(self.max_tokens + self.engine.chunk)
@@ -256,7 +256,7 @@ class Service:
         self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] = _nothing
+        self.on_failure: Callable[[], None] = _do_nothing
         self._thread = threading.Thread(target=self._run, name="dms_jax engine", daemon=True)
 
     # -- from any thread --------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Service:
         prompts: Sequence[list[int]],
         sampling: Sampling,
         listener: Listener,
-        after_chunk: Callable[[], None] = _nothing,
+        after_chunk: Callable[[], None] = _do_nothing,
         *,
         adapter: str | None = None,
         priority: int = 0,
@@ -284,15 +284,16 @@ class Service:
           sampling: how all of them are sampled.
           listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
-          after_chunk: called there after the deltas of a chunk, once for all its requests.
+          after_chunk: called in the engine's thread after the deltas of a chunk, once for all its
+            requests.
           adapter: name of their adapter; None for the plain model.
           priority: see `Request.priority`; lower numbers come first.
 
         Raises:
           DrainingError: no more requests are admitted.
           QueueFullError: too many requests run or wait.
-          ConfigError: there are stop strings but no tokenizer, a grammar is not supported, or
-            there is no such adapter.
+          ConfigError: there are stop strings but no tokenizer, a grammar is not supported, or the
+            adapter is unknown.
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
@@ -346,12 +347,13 @@ class Service:
 
         Args:
           name: name of the adapter.
-          adapter: the new one, see `Engine.update`. It is read in the calling thread.
+          adapter: the new adapter, see `Engine.update`; the calling thread reads it.
 
         Raises:
           DrainingError: the service is about to end.
-          BusyError: it is being replaced already.
-          ConfigError, CheckpointError: it does not fit; see `Engine.update`. The old one stays.
+          BusyError: the adapter is being replaced already.
+          ConfigError, CheckpointError: the new adapter does not fit; see `Engine.update`. The old
+            one stays.
         """
         self.engine.check_adapter(name)
         (read,) = read_adapters(self.engine.model, {name: adapter}).values()
@@ -390,7 +392,7 @@ class Service:
         return in_time
 
     def snapshot(self) -> Snapshot:
-        """Returns the state of the service as of the last poll."""
+        """Returns the state of the service at the last poll."""
         snapshot = self._snapshot
         jobs = list(self._jobs.values())
         unfinished = sum(job.request.finish_reason is None for job in jobs)
@@ -466,7 +468,7 @@ class Service:
             self._fail_all(error)
 
     def _serve(self) -> None:
-        """Makes the call that runs until the service is drained, or a chunk fails."""
+        """Runs one engine call, until the service is drained or a chunk fails."""
         source = Source(
             [],
             Sampling(),
@@ -480,7 +482,7 @@ class Service:
         """Hands queued requests and cancellations to the engine, between two chunks.
 
         Args:
-          wait: whether to block until there is something to do, as nothing runs.
+          wait: whether to block until there is something to do, because nothing runs.
 
         Returns:
           The requests that were queued; None when no more will come.
@@ -559,9 +561,9 @@ class Service:
     def _recover(self, error: Exception) -> None:
         """Ends the requests that an error stopped, and queues the others again.
 
-        Preempted requests go on with the answer that they have. So do those that ran beside one
-        whose logits are not numbers: they are recomputed, as the cache may be damaged. A request
-        that does not fit even alone was the only one that ran, or the first in the queue.
+        Preempted requests continue their answers. So do requests that ran beside one whose logits
+        are not numbers; they are recomputed, as the cache may be damaged. A request that does not
+        fit even alone was the only running one, or the first in the queue.
         """
         _logger.warning("A chunk failed: %s", error, exc_info=not isinstance(error, DmsJaxError))
         with self._changed:
@@ -569,12 +571,13 @@ class Service:
             queued = {request.index for request in self._queue}
             ran = {request.index for request in self.engine.running}
             if isinstance(error, NotNumbersError | GrammarError):
-                ran = error.indices  # also of chains that have left their lane since
+                ran = error.indices  # including chains that have left their lane since
             stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in queued)[:1]
             failed = {request.index for request in stopped}
             self._queue = collections.deque(each for each in requests if each.index not in failed)
-            self._to_cancel |= self._cancelling - failed  # the engine has forgotten them
+            # the engine has forgotten these cancellations
+            self._to_cancel |= self._cancelling - failed
         for request in stopped:
             self._fail(request, error)
         if not stopped:  # the engine itself cannot start
@@ -617,6 +620,6 @@ class Service:
             ):
                 try:
                     call(*arguments)
-                except BaseException:  # perhaps the same error again; notify the others
+                except BaseException:  # perhaps the same error again; still notify the others
                     _logger.exception("A listener failed.")
         self.on_failure()

@@ -1,7 +1,4 @@
-"""Token ids of texts and conversations, and texts of token ids: /tokenize, /detokenize as in vLLM.
-
-And the tokens of Anthropic's messages: /v1/messages/count_tokens.
-"""
+"""vLLM's /tokenize and /detokenize, and Anthropic's /v1/messages/count_tokens."""
 
 from typing import Any
 

@@ -46,14 +46,14 @@ class Tools:
           parallel: whether it may call several.
 
         Raises:
-          RefusalError: two have one name, or the one to call is not among them.
+          RefusalError: two tools have the same name, or the tool to call is unknown.
         """
         found = tuple(tools)
         names = [tool.name for tool in found]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise RefusalError(
                 f"tools: {show(twice[0])} is the name of {names.count(twice[0])} tools. Give each "
-                "a name of its own.",
+                "a different name.",
                 param="tools",
             )
         if not isinstance(choice, str) or choice not in ("auto", "none", "required"):

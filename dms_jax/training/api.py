@@ -35,7 +35,7 @@ from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
 from dms_jax.training.weights_fingerprint import weights_fingerprint
 
-# Fields that may differ in a resumed run: they change no step beyond the rounding of its sums.
+# Fields that may differ in a resumed run: they change steps only by the rounding of sums.
 _FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
 
 
@@ -56,7 +56,7 @@ def retrofit(
         trained further and are not part of the teacher, unless they are merged
         (`dms_jax.load(..., merge=True)`).
       policy: a policy with a trainable form, e.g. `DMS(window=256, source="adapter")`. An adapter
-        is added where the policy reads one and the model has none.
+        is added if the policy reads one and the model has none.
       recipe: stages with a ramp or "supervise", sizes and learning rates (`dms_jax.recipes`); None
         for `dms_jax.recipes.recommended(policy, positions)`.
       data, out, **options: as for `train`.
@@ -65,8 +65,8 @@ def retrofit(
       The retrofitted model, whose `policy` is the given one.
 
     Raises:
-      ConfigError: the policy has nothing to learn, the recipe has no such stage, or what `train`
-        refuses.
+      ConfigError: the policy has nothing to learn, the recipe has no such stage, or `train` raises
+        it.
     """
     policy = as_policy(policy)
     if not policy.retrofit.trainable:
@@ -104,8 +104,8 @@ def train(
     Args:
       model: from `dms_jax.initialize` or `dms_jax.load`; it is not changed.
       recipe: stages, sizes and learning rates (`dms_jax.recipes`). Without a policy it must use the
-        language modelling loss, and neuron decay and ramps are ordinary steps. The control of a
-        retrofit, the same tokens without eviction, uses `recipe.control(policy)`.
+        language modelling loss, and neuron decay and ramps are ordinary steps. For the control of a
+        retrofit (the same tokens without eviction) use `recipe.control(policy)`.
       data: texts, conversations, token ids, paths or a source (`dms_jax.data.as_source`), or an
         iterator over batches, resumable if it has `get_state` and `set_state`.
       policy: the policy whose decisions apply; None for vanilla.
@@ -115,18 +115,18 @@ def train(
         adapter_only, most_skipped: see `dms_jax.training.RunOptions`.
 
     Returns:
-      The trained model, whose `policy` is the given one. It is placed for decoding, or, with a
-      warning, left split as for training where that does not fit the devices.
+      The trained model, whose `policy` is the given one. It is placed for decoding; if that does
+      not fit the devices, it stays sharded as for training, with a warning.
 
     Raises:
       ConfigError: an option is malformed, or model, policy, recipe, mesh and run directory do not
         fit together.
       DataError: the data cannot be used.
-      CheckpointError: `out` cannot be written, or what it holds cannot be resumed.
-      OutOfMemoryError: a device's memory does not suffice; the message says what takes less.
+      CheckpointError: `out` cannot be written, or its run cannot be resumed.
+      OutOfMemoryError: a device has too little memory; the message says what needs less.
       TrainingDivergedError: too many steps in a row had a loss or gradient that is not finite.
       KeyboardInterrupt: on Ctrl-C, SIGTERM or after `stop_after`, once a checkpoint is written
-        (none is after a skipped step: the run resumes from the one before).
+        (none is written after a skipped step; the run then resumes from the previous checkpoint).
       OtherProcessError: another process of the run failed (`dms_jax.processes`).
     """
     compilation.prepare()
@@ -148,7 +148,7 @@ def train(
     if not hasattr(data, "__next__"):
         data = as_source(data)
         data = AnswersOnly(data) if recipe.answers_only else data
-        # Before the fingerprint: the documents left out are part of it.
+        # Before the fingerprint: dropping documents that cannot be encoded changes it.
         data = keep_encodable(data, model.tokenizer, model.config.vocab_size)
         digest = fingerprint(data)
         source = process_batches(
@@ -161,7 +161,7 @@ def train(
             seed=run.seed,
         )
     directory = None
-    if out is not None:  # after every check: a refused run leaves no directory
+    if out is not None:  # after all checks, so that a rejected run leaves no directory
         settings = {
             "model": dataclasses.asdict(model.config),
             "recipe": dataclasses.asdict(recipe) | dict.fromkeys(_FREE),
@@ -226,7 +226,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     check_layers(config, policy)
     if config.logit_soft_cap is not None:
         raise ConfigError(
-            f"The losses of training take logits as they are, and those of a {config.model_type} "
+            f"The losses of training need logits without a cap, and those of a {config.model_type} "
             "have a soft cap. Train another model."
         )
     if recipe.supervises and (config.sinks or config.attention_soft_cap is not None):
@@ -242,7 +242,7 @@ def _check(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
     if recipe.trainable == "adapter" and not policy.retrofit.adapter:
         raise ConfigError(
             f"The recipe trains only the adapter, and {policy} has none. Use "
-            "DMS(source='adapter') or trainable='all'."
+            "DMS(source='adapter') or `trainable='all'`."
         )
     if recipe.trainable == "low_rank":
         _check_low_rank(model, policy, recipe)
@@ -278,7 +278,7 @@ def _check_low_rank(model: LanguageModel, policy: Policy, recipe: Recipe) -> Non
         raise ConfigError(
             f"The recipe trains low-rank updates beside frozen weights, and {policy} needs "
             "neurons whose weights are set to zero first. Use DMS(source='adapter') or "
-            "trainable='all'."
+            "`trainable='all'`."
         )
     present = low_rank_of(model.transformer)
     if present not in (None, recipe.low_rank):
@@ -290,11 +290,11 @@ def _check_low_rank(model: LanguageModel, policy: Policy, recipe: Recipe) -> Non
 
 
 def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) -> None:
-    """Raises ConfigError if the result of a run could not be saved without the base."""
+    """Raises ConfigError if the result of a run cannot be saved without the base."""
     if recipe.trained_for(policy) == "all":
         raise ConfigError(
-            "adapter_only writes what was trained beside frozen weights, and this recipe trains "
-            "all weights. Set trainable='adapter' or trainable='low_rank' in the recipe."
+            "`adapter_only` writes an adapter beside frozen weights, and this recipe trains "
+            "all weights. Set `trainable='adapter'` or `trainable='low_rank'` in the recipe."
         )
     if model.source is None:
         raise ConfigError(

@@ -38,24 +38,23 @@ def calibrate(
 ) -> Policy:
     """Returns the policy with the threshold that keeps 1 / compression_ratio of held-out tokens.
 
-    The share is over all layers and heads together, and over the tokens that leave the window,
-    without KVzap's sinks: with these and the window a sequence keeps more. Decisions are those
-    under full attention. A model that evicts has other hidden states and writes other texts, so
-    measure the number of live tokens (`Usage`) and adjust the threshold from here. KVzap is trained
-    without a threshold and needs this; DMS is trained for its ratio, and its `alpha_offset` is
-    moved to ratios nearby.
+    The share counts all layers and heads together, and only tokens that leave the window and are
+    not KVzap's sinks; counting window and sinks, a sequence keeps more. Decisions are taken under
+    full attention. A model that evicts has other hidden states and writes other texts, so measure
+    its live tokens (`Usage`) and adjust the threshold. KVzap is trained without a threshold and
+    needs this; DMS is trained for its ratio, and its `alpha_offset` is moved to ratios nearby.
 
     Args:
-      model: a model with a scorer that was trained.
+      model: a model with a trained scorer.
       batches: a list of held-out batches, as for `train`; a hundred thousand tokens are plenty.
-      compression_ratio: tokens for each one that is kept beyond the window.
+      compression_ratio: tokens beyond the window per token kept.
       policy: the policy to calibrate; the model's own if None.
 
     Raises:
       ConfigError: the policy is neither KVzap nor DMS with an adapter, the model cannot run it, or
         `batches` is no list.
       DataError: no document of the batches is longer than the window, or a batch is malformed.
-      OutOfMemoryError: a device's memory does not suffice for a batch.
+      OutOfMemoryError: a device has too little memory for a batch.
     """
     check_model(model)
     ratio = check("calibrate: compression_ratio", compression_ratio, Ratio)
@@ -109,20 +108,20 @@ def _predictions(transformer: Transformer, tokens: Any, segment_ids: Any, policy
 def calibrate_queries(
     model: LanguageModel, tokens: Int[np.ndarray, "B T"], path: str | pathlib.Path
 ) -> TriAttention:
-    """Writes the centres of a model's queries over some text, and returns a policy that has them.
+    """Measures the centres of a model's queries on text, and returns a policy that uses them.
 
     A few thousand tokens of any text suffice: the centres hardly depend on the text (TriAttention,
     arXiv 2604.04921).
 
     Args:
-      model: the model, whose queries are those of full attention.
+      model: the model; its queries are computed with full attention.
       tokens: token ids of sequences of one length, run one by one.
       path: the file to write: `mean` [L, H, D] and `norm` [L, H, D/2] in float32, safetensors.
 
     Raises:
       ConfigError: `model` is no model.
       DataError: tokens are malformed, or too many for the model's positions.
-      OutOfMemoryError: a device's memory does not suffice for one sequence.
+      OutOfMemoryError: a device has too little memory for one sequence.
     """
     check_model(model)
     tokens = whole_numbers("token ids", tokens)

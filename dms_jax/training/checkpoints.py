@@ -6,11 +6,11 @@
     damaged/<step>/                     a checkpoint that could not be read
 
 Orbax copies the arrays to the host while the run waits, and writes them in the background to a
-temporary directory, which it renames at the end. A failed write is a warning: older checkpoints are
-removed only once a newer one is complete.
+temporary directory, which it renames at the end. A failed write causes a warning; older checkpoints
+are removed only once a newer one is complete.
 
-Orbax checks its indices, not the numbers: where a bit of an array's file has changed, it restores
-other values and says nothing (0.12.8). The checksums find that, and the run goes on from an older
+Orbax checks its indices, not the numbers: if a bit of an array's file has changed, it restores
+wrong values silently (0.12.8). The checksums detect that, and the run resumes from an older
 checkpoint.
 """
 
@@ -33,9 +33,9 @@ from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, plain
 
 _CHECKSUMS = "checksums.json"
-_TIMES = "_CHECKPOINT_METADATA"  # Orbax writes it last of all
+_TIMES = "_CHECKPOINT_METADATA"  # the last file that Orbax writes
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
-# The end of the long messages of the stores below Orbax.
+# The informative end of long messages of the stores below Orbax.
 _FILE_ERRORS = re.compile(
     r"No space left on device|Disk quota exceeded|Read-only file system|Permission denied"
 )
@@ -63,7 +63,7 @@ class Checkpoints:
 
     Args:
       directory: the directory of the run.
-      keep: how many of the newest are kept.
+      keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, directory: pathlib.Path, *, keep: int):
@@ -75,11 +75,11 @@ class Checkpoints:
         self._quiet = _NoOrbaxTracebacks()
         for logger in _LOGGERS:
             logger.addFilter(self._quiet)
-        # Of arrays whose writing did not begin, after another's failed.
+        # Raised for arrays whose writing never began because another write failed.
         warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
 
     def _open(self, *, clean: bool) -> Any:
-        """Returns Orbax's manager; with `clean` it removes what a killed run left half written."""
+        """Returns Orbax's manager; `clean` removes files that a killed run left half written."""
         import orbax.checkpoint as ocp
 
         self._orbax = ocp
@@ -90,7 +90,8 @@ class Checkpoints:
                 cleanup_tmp_directories=clean,
                 async_options=ocp.options.AsyncOptions(
                     post_finalization_callback=self._add_sums,
-                    # In the background, a directory that cannot be made is waited for forever.
+                    # Create directories here: a background write waits forever for one that cannot
+                    # be created.
                     create_directories_asynchronously=False,
                 ),
             ),
@@ -128,7 +129,7 @@ class Checkpoints:
                 args=args.Composite(state=args.StandardSave(state), meta=args.JsonSave(meta)),
                 force=True,
             )
-        except Exception as error:  # of the file system, through any of Orbax's parts
+        except Exception as error:  # file system errors arrive as any of Orbax's exceptions
             self._failed(error)
 
     def wait(self) -> None:
@@ -149,7 +150,7 @@ class Checkpoints:
         """Waits for the write in progress.
 
         Raises:
-          CheckpointError: it could not be written.
+          CheckpointError: the write failed.
         """
         self.wait()
         if (problem := self._take_problem()) is not None:
@@ -160,21 +161,21 @@ class Checkpoints:
             warnings.warn(problem, stacklevel=3)
 
     def _take_problem(self) -> str | None:
-        """Returns, once, what could not be written."""
+        """Returns and clears the error of a failed write."""
         problem, self._problem = self._problem, None
         if problem is not None:
-            gc.collect()  # failed tasks log when they are collected: now, while that is filtered
+            gc.collect()  # failed tasks log when collected: do it now, under the log filter
         return problem
 
     def _failed(self, error: Exception) -> None:
-        """Records a failed write, and removes what it left."""
+        """Records a failed write, and removes its files."""
         step, self._writing = self._writing, None
         if processes.is_first():
             for part in (self._path / str(step), *self._path.glob(f"{step}.*")):
                 shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(Exception):  # ends its threads; the error is known
+        with contextlib.suppress(Exception):  # ends Orbax's threads; the error is known
             self._manager.close()
-        with contextlib.suppress(OSError):  # the directory is gone: the next save fails too
+        with contextlib.suppress(OSError):  # if the directory is gone, the next save fails too
             self._manager = self._open(clean=False)
         left = [each for each in self.steps if each != step]
         last = f" The last one is of step {left[-1]}." if left else ""
@@ -203,16 +204,16 @@ class Checkpoints:
     ) -> tuple[Any, Meta]:
         """Reads the newest intact checkpoint; returns the state and the metadata.
 
-        A damaged one is a warning, and is moved to `damaged`.
+        A damaged one causes a warning and is moved to `damaged`.
 
         Args:
           abstract_state: shapes, dtypes and shardings of the state.
-          check_settings: raises ConfigError if the metadata is of another run.
-          only: read the checkpoint of this step or none.
+          check_settings: raises ConfigError if the metadata belongs to another run.
+          only: step of the only checkpoint to try; None for any.
 
         Raises:
-          ConfigError: the checkpoint is of another run.
-          CheckpointError: none can be read.
+          ConfigError: the checkpoint belongs to another run.
+          CheckpointError: no checkpoint can be read.
         """
         wrong: list[str] = []
         tried = self.steps[::-1] if only is None else [only]
@@ -258,7 +259,7 @@ class Checkpoints:
         """Compares the files with their checksums; each process checks a share of them.
 
         Raises:
-          CheckpointError: one differs or is missing.
+          CheckpointError: a file differs or is missing.
         """
         place = self._path / str(step)
         wrong = ""
@@ -268,7 +269,7 @@ class Checkpoints:
                 if not (place / name).is_file():
                     wrong = f"{name} is missing"
                 elif _sum(place / name) != sums[name]:
-                    wrong = f"{name} is not what was written"
+                    wrong = f"{name} has changed since it was written"
         except (OSError, ValueError, AttributeError) as error:
             wrong = f"{_CHECKSUMS} cannot be read: {_reason(error)}"
         found = list(filter(None, processes.gather(wrong)))
@@ -276,7 +277,7 @@ class Checkpoints:
             raise CheckpointError(found[0])
 
     def _move_away(self, step: int) -> None:
-        """Moves a damaged checkpoint to `damaged`: its step will be saved again."""
+        """Moves a damaged checkpoint to `damaged`, so that its step can be saved again."""
         if processes.is_first():
             place = self._run / "damaged" / str(step)
             shutil.rmtree(place, ignore_errors=True)
@@ -304,7 +305,7 @@ class Checkpoints:
 
 
 def _files(place: pathlib.Path) -> list[str]:
-    """Returns the paths, within a checkpoint, of the files that have a checksum."""
+    """Returns the relative paths of a checkpoint's files with a checksum."""
     found = (path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
     return sorted(name for name in found if name != _TIMES)
 
@@ -315,7 +316,7 @@ def _sum(path: pathlib.Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the essence of an error: Orbax and the stores below it write pages."""
+    """Shortens an error message: those of Orbax and the stores below it are pages long."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if known := _FILE_ERRORS.search(str(error)):

@@ -38,7 +38,7 @@ def compression_loss(
     *,
     prior: Prior = "global",
 ) -> Float[Array, " B"]:
-    """Returns the loss of each sequence, over all layers together or layer by layer."""
+    """Returns the loss of each sequence, over all layers together or per layer."""
     share = jnp.mean(shares, axis=-1)  # [L, B]
     if prior == "global":
         share = jnp.mean(share, axis=0, keepdims=True)

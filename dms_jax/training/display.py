@@ -30,7 +30,7 @@ from rich.text import Text
 
 from dms_jax.checks import Number
 from dms_jax.policies import Policy
-from dms_jax.terminal import console_for_progress
+from dms_jax.terminal import Lines, console_for_progress, has_bar
 from dms_jax.training.recipe import Recipe
 
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
@@ -39,17 +39,17 @@ TRAINED = {
     "adapter": "the adapter beside frozen weights",
     "low_rank": "low-rank updates and the adapter beside frozen weights",
 }
-_REACHED = 0.97  # of the target: decisions are sampled, and batches differ
+_REACHED = 0.97  # share of the target that counts as reached: decisions are sampled
 _MEAN_OVER = 20  # steps
 
 
 class Display:
-    """The progress bar of a run, with a line before and after it.
+    """The progress bar of a run, with a line before and after it; without a terminal, lines.
 
     Args:
       total, done: optimizer steps in total, and those already done.
       main: name of the main loss, to which the compression loss is added.
-      target: the compression ratio at the end of the recipe; None for none (`aim`).
+      target: the compression ratio at the end of the recipe; None without one (`aim`).
       enabled: whether to show anything.
       opening: the line before the first step.
     """
@@ -74,6 +74,7 @@ class Display:
             console=console_for_progress(),
             disable=not enabled,
         )
+        self._lines = None if has_bar(self._bar.console) else Lines()
         self._task = self._bar.add_task("training", total=total, completed=done)
         self._last: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MEAN_OVER)
         self._began, self._tokens = time.perf_counter(), 0
@@ -89,14 +90,14 @@ class Display:
         return self
 
     def __exit__(self, error: Any, *_: Any) -> None:
-        if self._done >= self._total:  # no bar was begun
+        if self._done >= self._total:  # there is no bar
             return
         self._bar.stop()
         if error is None and self._last and self._last[-1]["step"] == self._total:
             self.say(self.closing())
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar while there is one."""
+        """Prints a line, above the bar if there is one."""
         if self._enabled:
             self._bar.console.print(line, highlight=False, markup=False)
 
@@ -106,9 +107,11 @@ class Display:
         self._tokens += record["tokens"]
         self._bar.details = self.figures(record)
         self._bar.update(self._task, completed=record["step"])
+        if self._enabled and self._lines is not None:
+            self._lines.write(f"step {record['step']} of {self._total} | {self._bar.details}")
 
     def figures(self, record: Mapping[str, Any]) -> str:
-        """Returns the figures of a step, in a line."""
+        """Returns the figures of a step as one line."""
         main = record["loss"] - record["compression_loss"]
         parts = [f"{self._main} {main:.3f}"]
         if self._target is not None:
@@ -127,7 +130,7 @@ class Display:
         return " | ".join(parts)
 
     def closing(self) -> str:
-        """Returns what the run reached, and what to do if that is short of the target."""
+        """Returns the final line: the ratio reached, and advice if it is short of the target."""
         target = self._target
         # Skipped steps have no figures.
         counted = [each for each in self._last if not each.get("skipped")] or [*self._last]
@@ -145,9 +148,9 @@ class Display:
             return line
         return (
             f"{line} Short of the target: train on at this ratio (more steps, or a last stage "
-            "'train'), raise the learning rate of what decides (adapter_learning_rate), or raise "
-            "compression_weight; tokens within the window never leave, so longer sequences help "
-            "too where the window is a large part of them."
+            "'train'), raise adapter_learning_rate, or raise compression_weight; tokens within "
+            "the window never leave, so longer sequences help too where the window is a large part "
+            "of them."
         )
 
 
@@ -196,7 +199,7 @@ class _Bar(Progress):
 def opening_line(
     recipe: Recipe, policy: Policy, parameters: Mapping[str, jax.Array], done: int
 ) -> str:
-    """Returns a line that says what is trained, on which devices, and for how long.
+    """Returns a line with the trained parameters, the devices, and the length of the run.
 
     Args:
       recipe: the recipe of the run.

@@ -4,12 +4,12 @@ The forward pass of a token takes
 
     2 (parameters of the layers) + 2 E V + 4 H D (keys it sees, summed over the layers)
 
-operations: its products with the layers' matrices (with those of its own experts), with the output
+operations: its products with the layers' matrices (only those of its experts), with the output
 matrix (tied or not; the lookup is free), and with keys and values. The backward pass takes twice as
-many, or as many if the matrices are frozen, which need only gradients of activations. A teacher
+many, or the same number if the matrices are frozen and only activations need gradients. A teacher
 takes one more forward pass. A stage "supervise" runs the layers forward once, and nothing after
-them. Padding, recomputation and norms do not count: the figure is what the model needs, not what
-the program executes.
+them. Padding, recomputation and norms do not count: the figure is the work of the model, not of the
+program.
 """
 
 import math
@@ -24,7 +24,7 @@ from dms_jax.training.parameters import is_adapter
 
 
 def layer_parameters(shapes: Mapping[str, Any], experts: Experts | None) -> int:
-    """Returns the parameters in the layers' matrices that a token meets, without adapters.
+    """Returns the number of parameters in the layers' matrices used per token, without adapters.
 
     Args:
       shapes: the parameters of a transformer by name, or their shapes.
@@ -45,7 +45,8 @@ def attention_operations(config: ModelConfig, keys: float) -> float:
 
     Args:
       config: configuration of the model.
-      keys: mean number of keys that a token sees, itself included, in layers without a window.
+      keys: mean number of keys that a token attends to, itself included, in layers without a
+        window.
     """
     full = config.num_full_layers
     seen = full * keys
@@ -67,7 +68,7 @@ def token_operations(
 
     Args:
       config: configuration of the model.
-      layer_parameters: parameters in the layers' matrices that a token meets.
+      layer_parameters: parameters in the layers' matrices used per token.
       keys: see `attention_operations`.
       frozen: whether the matrices are frozen.
       teacher: whether a teacher runs forward too.

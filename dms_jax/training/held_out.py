@@ -30,21 +30,23 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Returns the mean loss of each part of the data, in nats per token.
 
-    It is the negative log-likelihood of the next token or, with a teacher, KL(model || teacher) at
-    the same positions.
+    The loss is the negative log-likelihood of the next token or, with a teacher, KL(model
+
+    teacher) at the same positions.
 
     Args:
       model: the model to measure.
       batches: name of each part -> a list of its batches, as for `train`; batches of one shape
-        share one compiled program. Iterators are refused: those for training are endless.
-      teacher: the model that it learned from, with the vanilla cache; None for the likelihood.
+        share one compiled program. Iterators are rejected, because training iterators are endless.
+      teacher: the model that `model` was distilled from, with the vanilla cache; None for the
+        likelihood.
       policy: the policy whose hard decisions apply; None for the model's own.
       compute_dtype: dtype of the forward pass; None for that of the parameters.
 
     Raises:
       ConfigError: the model cannot run the policy, or a part is not a list of batches.
       DataError: the loss mask of a part leaves no token, or a batch is malformed.
-      OutOfMemoryError: a device's memory does not suffice for a batch.
+      OutOfMemoryError: a device has too little memory for a batch.
     """
     policy = model.resolve_policy(policy)
     for name, part in batches.items():
@@ -79,7 +81,7 @@ def _sums(
     policy: Policy,
     compute_dtype: str | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the sum of the losses of a batch, and the number of tokens in it."""
+    """Returns the sum of the losses of a batch, and the number of tokens that it counts."""
 
     def run(transformer: Transformer, policy: Policy) -> Any:
         narrow: Any = rebuilder(transformer)(cast(parameters(transformer), compute_dtype))

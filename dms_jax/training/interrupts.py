@@ -1,4 +1,4 @@
-"""Requests to stop a run: Ctrl-C, and SIGTERM, by which platforms announce a preemption."""
+"""Requests to stop a run: Ctrl-C, and SIGTERM (a platform's preemption notice)."""
 
 import signal
 import threading
@@ -36,7 +36,7 @@ class Interrupts:
             self._restore(signal.SIGINT)
 
     def _restore(self, each: signal.Signals) -> None:
-        # A handler that was not set from Python cannot be set again.
+        # A handler that was not set from Python cannot be restored.
         handler = self._previous[each]
         signal.signal(each, signal.SIG_DFL if handler is None else handler)
 

@@ -2,8 +2,8 @@
 
 A few steps are in flight: the metrics of a step are read while later ones run, so that the device
 never waits for the host. Ctrl-C and SIGTERM end the run after the current step, with a checkpoint
-to resume from. Several processes agree before each step whether it is the last and whether a
-checkpoint follows it; an error of one of them ends all.
+to resume from. Before each step, several processes agree whether it is the last and whether to
+write a checkpoint after it; an error in one of them ends all.
 """
 
 import collections
@@ -30,7 +30,7 @@ from dms_jax.training.recipe import Progress, Recipe
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.trainer import Trainer
 
-_IN_FLIGHT = 2  # steps dispatched before the metrics of the first of them are read
+_IN_FLIGHT = 2  # steps dispatched before the metrics of the oldest are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Pending:
 
     Attributes:
       step: number of the step, from 1.
-      progress: its settings.
+      progress: settings of the step.
       tokens: number of its tokens, padding included.
       data_seconds: time that the host waited for its batches.
       metrics: its metrics, still on the device.
@@ -113,7 +113,7 @@ class Loop:
                 raise
 
     def _say_stopping(self) -> None:
-        """Tells at once what still runs after Ctrl-C: up to three steps."""
+        """Says at once after Ctrl-C that up to three steps still run."""
         last = "" if self._directory is None else ", then a checkpoint is written"
         self._display.say(
             f"Stopping: steps that have begun end first, {_IN_FLIGHT + 1} at most{last}. Ctrl-C "
@@ -127,7 +127,7 @@ class Loop:
         agree: processes.Agreement,
         snapshots: dict[int, list[float]],
     ) -> None:
-        """Takes a step, then evaluates, saves and stops if that is due."""
+        """Runs a step; then evaluates, saves and stops if due."""
         options, total, done = self._options, self._total, step + 1
         batches = self._draw(step)
         stop, save_now = agree(*self._wishes(step, interrupts))
@@ -139,7 +139,7 @@ class Loop:
             self._snapshot(ratio)
         if save_now or done % options.checkpoint_every == 0 or done == total:
             self._checkpoint(done)
-        if not processes.several():  # no agreement needed: a request during the step counts too
+        if not processes.several():  # alone: a request to stop during the step counts too
             stop, _ = self._wishes(done, interrupts)
         if stop and done < total:
             self._checkpoint(done)
@@ -150,7 +150,7 @@ class Loop:
     def _wishes(self, step: int, interrupts: Interrupts) -> tuple[bool, bool]:
         """Returns whether this process wants to stop, and whether it wants a checkpoint.
 
-        Time is that of the first process.
+        The first process's clock counts.
         """
         now, stop = time.perf_counter(), interrupts.requested
         if processes.several() and self._directory is not None:
@@ -205,7 +205,7 @@ class Loop:
     def _read(self, *, leave: int = 0, evaluate: bool = False) -> None:
         """Reads, checks and reports steps in flight until `leave` are left.
 
-        With `evaluate`, the record of the last step gets the numbers of an evaluation.
+        With `evaluate`, evaluates the model and adds the results to the record of the last step.
         """
         while len(self._pending) > leave:
             pending = self._pending.popleft()
@@ -222,7 +222,7 @@ class Loop:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         values = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        # Several steps may be read at once: a thread has noted when each ended.
+        # Several steps may be read at once: a thread has recorded when each ended.
         ended = pending.ended.result()
         seconds, self._clock = ended - self._clock, ended
         skipped = bool(values.pop("skipped"))
@@ -256,7 +256,7 @@ class Loop:
         }
 
     def _diverged(self, step: int, values: dict[str, float]) -> str:
-        """Deletes the checkpoints after which no step was finite; returns the error message."""
+        """Deletes the checkpoints that no finite step followed; returns the error message."""
         parts = ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))
         before = self._skipped_in_a_row - 1
         skipped = f" The {before} before it were skipped for the same reason." if before else ""
@@ -267,14 +267,14 @@ class Loop:
             back = (
                 f" The last checkpoint is of step {latest}" if latest else " There is no checkpoint"
             )
-            back += f": restart_from={latest} goes on from there with other rates."
+            back += f": `restart_from={latest}` goes on from there with other rates."
         return f"Step {step} is not finite: {parts}.{skipped} Lower the learning rates.{back}"
 
     def _checkpoint(self, done: int) -> None:
         if self._directory is None:
             return
         self._read()
-        # Never save parameters after which no step has been finite yet.
+        # Never save parameters unless a later step with them was finite.
         if self._skipped_in_a_row and done < self._total:
             return
         get_state = getattr(self._source, "get_state", lambda: None)
@@ -282,7 +282,7 @@ class Loop:
         self._clock = self._saved = time.perf_counter()
 
     def _snapshots(self, total: int) -> dict[int, list[float]]:
-        """Returns number of steps done -> snapshot ratios of the recipe that are reached then."""
+        """Returns number of steps -> snapshot ratios of the recipe reached after them."""
         reached: dict[int, list[float]] = {}
         for ratio in sorted(self._recipe.snapshots):
             for done in range(1, total + 1):
@@ -310,7 +310,7 @@ def _when_ready(metrics: dict[str, jax.Array]) -> float:
 
 
 def _ignored_tokens(model: LanguageModel, recipe: Recipe) -> tuple[int, ...]:
-    """Returns the token ids left out of the loss."""
+    """Returns the token ids excluded from the loss."""
     if not recipe.ignore_end_token:
         return ()
     ends = set(model.generation.eos_token_ids)

@@ -3,12 +3,12 @@
     reverse   L_D = mean over tokens of KL(student || teacher) = sum_v p_S (log p_S - log p_T)
     forward   L_D = mean over tokens of KL(teacher || student) = sum_v p_T (log p_T - log p_S)
 
-NVIDIA's code computes the reverse direction. At a temperature T both are of softmax(logits / T),
-and the loss is T^2 L_D: gradients shrink by 1 / T^2 otherwise (Hinton et al., arXiv 1503.02531).
+NVIDIA's code computes the reverse direction. At a temperature T both use softmax(logits / T), and
+the loss is T^2 L_D, because gradients shrink by 1 / T^2 (Hinton et al., arXiv 1503.02531).
 
-Logits are computed for a few positions at a time: the [B, T, V] log-probabilities of teacher and
-student never exist as a whole. Their gradients follow from the logits in closed form, with z the
-logits of the student and KL that of the position,
+Logits are computed for a few positions at a time: the full [B, T, V] log-probabilities of teacher
+and student never exist. Their gradients have a closed form, with z the logits of the student and KL
+the divergence at the position,
 
     reverse   dz = T p_S (log p_S - log p_T - KL)
     forward   dz = T (p_S - p_T)
@@ -19,7 +19,7 @@ backward pass only scales the results: no logit is computed twice. Products take
 hidden states' type and are summed in at least float32, as is the gradient of the output matrix over
 all chunks.
 
-Inside `shard_map`, all arrays are those of one shard's sequences or tokens.
+Inside `shard_map`, all arrays hold one shard's sequences or tokens.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from dms_jax import sharding
 
 Direction = Literal["reverse", "forward"]
 
-# Most logits of the teacher, and of the student, on a device at a time.
+# The most logits of the teacher, and of the student, on a device at a time.
 CHUNK_ELEMENTS = 2**28
-# The maximum of the first 1/16 of the logits is subtracted from all. Sums are computed again if
-# another logit is 40 above it: exp(40) * 2^18 is still far from the largest number in float32.
+# The maximum of the first 1/16 of the logits is subtracted from all of them. Sums are computed
+# again if another logit exceeds it by 40: exp(40) * 2^18 is still far from the float32 maximum.
 _PART_OF_ORIGIN, _FAR = 16, 40.0
 
 
@@ -101,8 +101,8 @@ def token_losses(
 ) -> TokenLosses:
     """Returns the sums of the losses over the positions of a batch.
 
-    Only the main loss has gradients, for the student: the divergence if there is a teacher, and the
-    likelihood if there is none.
+    Only the main loss has gradients, and only for the student: the divergence if there is a
+    teacher, otherwise the likelihood.
 
     Args:
       student: hidden states and output matrix of the student.
@@ -111,8 +111,8 @@ def token_losses(
       mask: positions where the distillation loss compares student and teacher.
       target_mask: positions whose next token counts in the language modelling loss.
       direction: direction of the divergence.
-      temperature: T of the divergence, which is that of logits / T, times T^2.
-      chunk: positions of a sequence unembedded at a time; None for a choice by size.
+      temperature: T; the divergence uses logits / T and is multiplied by T^2.
+      chunk: positions of a sequence unembedded at a time; None chooses by size.
     """
     batch, length, _ = student.hidden.shape
     if chunk is None:
@@ -121,7 +121,7 @@ def token_losses(
         most = max(1, CHUNK_ELEMENTS // (rows * student.matrix.shape[0]))
         chunk = math.ceil(length / math.ceil(length / most))
     matrices = [student.matrix, student.matrix if teacher is None else teacher.matrix]
-    # Gathered once, not in every chunk.
+    # Gather it once, not in every chunk.
     matrices = [
         sharding.constrain(jax.lax.stop_gradient(x), sharding.MODEL, None).astype(
             student.hidden.dtype
@@ -136,12 +136,12 @@ def token_losses(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(settings: _Settings, hidden, parameter, matrices, positions) -> TokenLosses:
     del parameter
-    return _over_chunks(settings, hidden, matrices, positions, gradients=None)[0]
+    return _sum_chunks(settings, hidden, matrices, positions, gradients=None)[0]
 
 
 def _losses_forward(settings: _Settings, hidden, parameter, matrices, positions):
     wanted = "hidden" if parameter is None else "both"
-    sums, of_hidden, of_matrix = _over_chunks(
+    sums, of_hidden, of_matrix = _sum_chunks(
         settings, hidden, matrices, positions, gradients=wanted
     )
     if parameter is not None:
@@ -165,7 +165,7 @@ def _losses_backward(settings: _Settings, residuals, sums: TokenLosses):
 _losses.defvjp(_losses_forward, _losses_backward)
 
 
-def _over_chunks(
+def _sum_chunks(
     settings: _Settings,
     hidden: Float[Array, "B T E"],
     matrices: list[Float[Array, "V E"]],
@@ -173,7 +173,7 @@ def _over_chunks(
     *,
     gradients: Literal["hidden", "both"] | None,
 ) -> tuple[TokenLosses, Any, Any]:
-    """Returns the sums, and if wanted their gradients for hidden states and output matrix."""
+    """Returns the sums, and optionally their gradients for hidden states and output matrix."""
     batch, length, _ = hidden.shape
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     count = math.ceil(length / settings.chunk)
@@ -187,7 +187,7 @@ def _over_chunks(
     def add(carry, xs):
         total, of_matrix = carry
         hidden, positions = xs
-        sums, of_logits = _of_chunk(settings, hidden, matrices, positions)
+        sums, of_logits = _chunk_losses(settings, hidden, matrices, positions)
         total = jax.tree.map(jnp.add, total, sums)
         if gradients is None:
             return (total, None), None
@@ -208,7 +208,7 @@ def _over_chunks(
     return total, of_hidden, of_matrix
 
 
-def _of_chunk(
+def _chunk_losses(
     settings: _Settings,
     hidden: Float[Array, "B T E"],
     matrices: list[Float[Array, "V E"]],
@@ -249,10 +249,10 @@ def _of_chunk(
 
 
 class _Sums(NamedTuple):
-    """Sums over the vocabulary, [B, T, 1], of logits less an origin.
+    """Sums over the vocabulary, [B, T, 1], of logits minus an origin.
 
     Attributes:
-      highest: the maximum (no sum), of the student and of the teacher if there is one.
+      highest: the maximum (not a sum) of the student, and of the teacher if there is one.
       total: of exp(student).
       chosen: the student's logit of the target.
       weights: of exp(student / temperature) and of exp(teacher / temperature).
@@ -269,16 +269,16 @@ class _Sums(NamedTuple):
 def _sums_of(settings: _Settings, all_logits: list[Array], targets: Array) -> tuple[Any, _Sums]:
     """Returns the origins that were subtracted, and the sums.
 
-    Any origin does with which no exponential overflows; finding the maximum of all logits first
-    would take as long as the sums. The origin is the maximum of a part of them. The sums tell
-    whether another logit is far above it; if so, they are computed again from the maximum of all.
+    Any origin works if no exponential overflows; finding the maximum of all logits first would take
+    as long as the sums. The origin is the maximum of a part of them. The sums show whether another
+    logit is far above it; if so, they are computed again with the maximum of all.
     """
     vocabulary = all_logits[0].shape[-1]
-    split = sharding.axis_size(sharding.MODEL) > 1  # one device would hold the part
+    split = sharding.axis_size(sharding.MODEL) > 1  # the part would lie on one device
     part = vocabulary if split else math.ceil(vocabulary / _PART_OF_ORIGIN)
 
     def sums(origins) -> _Sums:
-        """All read the same arrays, so the compiler fuses them into one pass."""
+        """Computes all sums from the same arrays, so the compiler fuses them into one pass."""
 
         def total(x):
             return jnp.sum(x, -1, keepdims=True)

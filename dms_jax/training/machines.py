@@ -1,4 +1,4 @@
-"""The machines that a plan is made for, by name.
+"""The machines that a plan can be made for, by name.
 
 v5p-128            a TPU slice by its type: v5p counts cores, two a chip; v5e and v6e chips
 8xh200, h200       GPUs, or a number of chips (4xv5p)
@@ -23,7 +23,7 @@ class Machine:
     """Devices of one kind.
 
     Attributes:
-      name: the name that was asked for.
+      name: the name given by the user.
       kind: key of `dms_jax.devices.DEVICES`.
       count: number of devices: chips or GPUs.
     """
@@ -44,7 +44,7 @@ class Machine:
 
     @property
     def topology(self) -> str:
-        """The TPU topology to compile for, that of v5p for GPUs; it may have unused devices.
+        """The TPU topology to compile for (v5p for GPUs); it may have unused devices.
 
         # In: 64 chips of v5p  Out: v5p:4x4x4     In: 8 of v6e  Out: v6e:2x4
         """

@@ -43,24 +43,24 @@ class RunOptions(Options):
         been interrupted. Model, frozen weights, recipe, policy, seed and data must be the same.
       restart_from: step of the checkpoint from which to continue with another recipe, such as lower
         rates after a divergence; later checkpoints are deleted, and the log is cut. 0 starts again.
-        Given again after a stop, it continues from the newest checkpoint since the restart.
+        If given again after a stop, the run continues from the newest checkpoint since the restart.
       seed: seed of the order of the data and of the noise.
       mesh: devices to train on; None takes the mesh of the context, or else the model's.
-      checkpoint_every: steps between checkpoints. There is one at the end too, on Ctrl-C, and on
+      checkpoint_every: steps between checkpoints. One is also written at the end, on Ctrl-C, and on
         SIGTERM or another notice of preemption.
-      checkpoint_minutes: most minutes between checkpoints; None for no limit.
-      keep_checkpoints: how many of the newest checkpoints are kept.
+      checkpoint_minutes: the most minutes between checkpoints; None for no limit.
+      keep_checkpoints: number of newest checkpoints to keep.
       stop_after: seconds after which the run stops as on Ctrl-C; None for never.
-      on_step: called with the record of every step (what the log holds).
+      on_step: called with the record of every step, as in the log.
       on_snapshot: called with (compression ratio, model) at the recipe's snapshots.
       evaluate: measures the model during training; its numbers go into the record of the step. The
         model is sharded as for training; `model.place()` places it for decoding.
-      evaluate_every: steps between evaluations; there is one at the end too.
+      evaluate_every: steps between evaluations; another one runs at the end.
       progress: whether to show a progress bar.
-      adapter_only: whether the saved model and snapshots hold only what was trained beside frozen
-        weights (`save(..., adapter_only=True)`), for `load(base, adapter=...)`.
-      most_skipped: steps in a row that may be skipped because their loss or gradient is not finite;
-        one more raises TrainingDivergedError.
+      adapter_only: whether the saved model and snapshots hold only the parameters trained beside
+        frozen weights (`save(..., adapter_only=True)`), for `load(base, adapter=...)`.
+      most_skipped: the most steps in a row that may be skipped because their loss or gradient is
+        not finite; one more raises TrainingDivergedError.
     """
 
     resume: bool = True

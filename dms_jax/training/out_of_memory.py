@@ -1,7 +1,7 @@
-"""What training does when a device runs out of memory.
+"""Handling of a device that runs out of memory in training.
 
 With `remat="auto"`, the first step of a program falls back to keeping less, and a result that does
-not fit when placed for decoding stays split. Everything else ends with an error that says what to
+not fit when placed for decoding stays sharded. All other cases raise an error that says what to
 change.
 """
 
@@ -16,12 +16,12 @@ from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.parameters import parameters
 
 LESS_MEMORY = (
-    "These take less memory: micro_batch_size=1; remat='everything'; trainable='adapter' or "
-    "'low_rank', without moments of frozen weights; a shorter sequence_length; more devices, "
-    "along `data`, or along `sequence` (make_mesh(..., sequence=2), --sequence-shards 2) for "
+    "These take less memory: `micro_batch_size=1`; `remat='everything'`; `trainable='adapter'` or "
+    "'low_rank', without moments of frozen weights; a shorter `sequence_length`; more devices, "
+    "along 'data', or along 'sequence' (make_mesh(..., sequence=2), --sequence-shards 2) for "
     "long sequences."
 )
-# From the most memory to the least.
+# From most memory to least.
 _ORDER: tuple[Remat, ...] = ("nothing", "all_but_products", "all_but_attention", "everything")
 
 
@@ -40,10 +40,10 @@ def warn_of_fallback(before: Remat, after: Remat) -> None:
 
 
 def placed(model: LanguageModel) -> LanguageModel:
-    """Returns a trained model placed for decoding, or as it is where that takes too much memory.
+    """Returns a trained model placed for decoding, or unchanged if that takes too much memory.
 
     Decoding splits no matrix over `data`, so a model trained over many devices may not fit. Several
-    processes would have to agree on the fallback: there the error is raised.
+    processes would have to agree on the fallback, so with them the error is raised.
     """
     try:
         result = model.place()

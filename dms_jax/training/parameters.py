@@ -1,14 +1,14 @@
 """The parameters of a transformer by name: which are trained, and how they are sharded.
 
 A module is a pytree; its parameters by name ("layers.adapter.proj.kernel") are a flat dictionary,
-which is split into trained and frozen parameters, passes through `jax.grad` and Optax as it is, and
-is what a training checkpoint holds. `nnx.split` with filters would give nested states, whose paths
-checkpoints and rules of sharding would have to flatten again.
+which is split into trained and frozen parameters, passes directly through `jax.grad` and Optax, and
+is stored in training checkpoints. `nnx.split` with filters would give nested states, whose paths
+checkpoints and sharding rules would have to flatten again.
 
 Two functions change a model: `add_adapter` adds an adapter that starts at zero, and
-`zero_borrowed_neurons` clears the borrowed neurons once they have decayed. With their rows of the
-projections at zero, every decision logit starts at minus its offset; rows that are merely unused
-would saturate the decisions at random.
+`zero_borrowed_neurons` clears the borrowed neurons once they have decayed. With zero rows in the
+projections, every decision logit starts at minus its offset; rows that are only ignored would
+saturate the decisions at random.
 """
 
 import math
@@ -69,7 +69,7 @@ def shardings(
     """Returns the sharding of each parameter on a mesh.
 
     Only the model's matrices are split over `data`. Norms, biases, adapters and low-rank factors
-    are small: gathering each of them in every layer would take longer than one sum at the end.
+    are small; gathering each of them in every layer would take longer than one sum at the end.
     """
     small = dict(rules) | {"embed": None, "head_dim": None}
     return {
@@ -111,7 +111,7 @@ def add_adapter(
         return transformer
     config = transformer.config
     dtype = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
-    # Abstract; only the adapters get new arrays.
+    # Abstract: only the adapters get new arrays.
     skeleton = low_rank.skeleton(
         config, adapter=shape, low_rank=low_rank.low_rank_of(transformer), dtype=dtype
     )
@@ -134,7 +134,7 @@ def zero_borrowed_neurons(
     Args:
       arrays: the parameters.
       policy: the policy that borrows them.
-      windowed: whether each layer has a window; such layers lend no neuron.
+      windowed: whether each layer has a window; layers with one lend no neuron.
     """
 
     def of_head(x: jax.Array) -> jax.Array:
@@ -159,13 +159,13 @@ def zero_borrowed_neurons(
 def split(
     arrays: Mapping[str, Any], *, adapter: bool, trainable: Trained
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits parameters, or their shapes, into those that are trained and those that are frozen.
+    """Splits parameters, or their shapes, into trained and frozen ones.
 
     Args:
       arrays: the parameters.
       adapter: whether the adapters are trained.
-      trainable: which others are: "adapter" none, "low_rank" the factors of low-rank updates,
-        "all" every one.
+      trainable: which other parameters are trained: "adapter" none, "low_rank" the factors of
+        low-rank updates, "all" every one.
     """
 
     def is_trained(name: str) -> bool:

@@ -1,14 +1,14 @@
 """`plan`: the memory and the time of a training run on a machine that you do not have.
 
-The step of each stage is compiled ahead of time by libtpu, which says what memory it takes. Stages
-whose steps take the same arguments, such as a ramp and the steps after it, share a program. A plan
-for GPUs compiles for as many chips of v5p: these partition the step alike, but its temporaries are
-a TPU's. On H200s it was up to half too high (experiments/results/training).
+libtpu compiles the step of each stage ahead of time and reports its memory. Stages whose steps take
+the same arguments, such as a ramp and the steps after it, share a program. A plan for GPUs compiles
+for the same number of v5p chips, which partition the step in the same way but need other
+temporaries: on H200s the estimate was up to half too high (experiments/results/training).
 
-Seconds are estimates of computing alone, executed operations / (devices * peak * 0.5): what devices
-send to each other is not counted. 0.5 is between the shares of the peak that were measured on one
-H200 (0.46 for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training
-at commit e04d67c4).
+Seconds estimate computing time only, executed operations / (devices * peak * 0.5), without
+communication between devices. 0.5 is between the shares of the peak that were measured on one H200
+(0.46 for a model of 1B parameters, 0.58 for frozen weights of 8B: experiments/results/training at
+commit e04d67c4).
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from dms_jax.training.machines import Machine, find_machine
 from dms_jax.training.out_of_memory import LESS_MEMORY
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.shards import check_split
 
 _SHARE_OF_PEAK = 0.5
 _USABLE = 0.93  # share of a device's memory; a runtime and fragments take the rest
@@ -42,10 +43,10 @@ class Memory:
 
     Attributes:
       parameters: the trained parameters, in float32.
-      optimizer: their moments.
+      optimizer: the moments of the trained parameters.
       frozen: parameters that no step changes: frozen ones, and the teacher's.
-      temporaries: all else: activations, gradients and buffers.
-      refused: whether the compiler refused the program and named what it would take.
+      temporaries: everything else: activations, gradients and buffers.
+      refused: whether the compiler refused the program and reported the memory it would take.
     """
 
     parameters: float
@@ -62,7 +63,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What an optimizer step of one stage takes.
+    """Memory and time of an optimizer step of one stage.
 
     Attributes:
       kind: the kind of the stage (`Stage`).
@@ -81,7 +82,7 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run takes; printed, it is a report.
+    """Memory and time of a run; printing it gives a report.
 
     Attributes:
       machine: the devices.
@@ -89,7 +90,7 @@ class Plan:
       recipe: the recipe.
       policy: the policy.
       parameters: parameters of the model.
-      stages: what each stage takes, in order.
+      stages: the plan of each stage, in order.
     """
 
     machine: Machine
@@ -115,7 +116,7 @@ class Plan:
         return sum(stage.steps * stage.seconds for stage in self.stages)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the plan as JSON data, with the lines that are printed."""
+        """Returns the plan as JSON data, printed lines included."""
         return {
             "machine": self.machine.name,
             "mesh": self.mesh,
@@ -154,7 +155,7 @@ class Plan:
         }
         lines += [f"  {name:<40} {size / 1e9:9.2f}" for name, size in rows.items()]
         if memory.refused:
-            lines.append("  (what the compiler asked for when it refused the program)")
+            lines.append("  (the compiler's figure when it refused the program)")
         if not self.fits:
             lines.append(LESS_MEMORY)
         lines += ["", "Time (estimated, without what devices send to each other)"]
@@ -182,7 +183,7 @@ def plan(
     sequence_shards: int = 1,
     dtype: str = "bfloat16",
 ) -> Plan:
-    """Returns what a training run takes on some machine, without running or allotting anything.
+    """Returns the memory and time of a training run on a machine, without running or allocating.
 
     Args:
       model: the model, or only its shape.
@@ -190,9 +191,9 @@ def plan(
       recipe: the recipe of the run.
       machine: a TPU slice ("v5p-128", "v6e-256") or a number of devices ("8xh200").
       model_shards: devices along which heads and feed-forward are split.
-      expert_shards: devices along which heads and whole experts are split; both are one group.
-      sequence_shards: devices along which the tokens of each sequence are split; what is left
-        splits sequences, and both hold shards of every parameter.
+      expert_shards: devices along which heads and whole experts are split (one group for both).
+      sequence_shards: devices along which the tokens of each sequence are split. The remaining
+        factor splits sequences; both axes hold shards of every parameter.
       dtype: type of the model's parameters.
 
     Raises:
@@ -203,18 +204,10 @@ def plan(
     check("plan: recipe", recipe, Recipe)
     policy = Vanilla() if policy is None else as_policy(policy)
     target = find_machine(machine)
-    shards = dict(model=model_shards, expert=expert_shards, sequence=sequence_shards)
-    shards = {name: check(f"plan: {name}_shards", size, Count) for name, size in shards.items()}
-    data, rest = divmod(target.count, math.prod(shards.values()))
-    if rest:
-        asked = " times ".join(f"{name}_shards={n}" for name, n in shards.items() if n > 1)
-        raise ConfigError(
-            f"plan: {target.name} has {target.count} devices, which {asked} does not divide."
-        )
-    sizes = sharding.mesh_axes(
-        data, shards["model"], sequence=shards["sequence"], experts=shards["expert"]
+    sizes = mesh_on(
+        target, policy, recipe, model=model_shards, expert=expert_shards, sequence=sequence_shards
     )
-    # In the order of the topology: the places of real devices are chosen when they are there.
+    # In the order of the topology; real devices are arranged when the run starts.
     devices = np.array(target.devices(), object).reshape(tuple(sizes.values()))
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=types)
@@ -227,7 +220,7 @@ def plan(
         inputs = (structure, *leaves)
         if inputs not in compiled:
             compiled[inputs] = _memory(program, stage)
-        passes = recipe.batch_of(stage) // recipe.pass_size(data)
+        passes = recipe.batch_of(stage) // recipe.pass_size(sizes[sharding.DATA])
         operations = _operations(config, program, policy, stage)
         seconds = operations / (target.count * target.device.peak * _SHARE_OF_PEAK)
         stages.append(StagePlan(stage.kind, stage.steps, passes, compiled[inputs], seconds))
@@ -239,6 +232,33 @@ def plan(
         parameters=sum(x.size for x in program.parameters.values()),
         stages=tuple(stages),
     )
+
+
+def mesh_on(machine: Machine, policy: Policy, recipe: Recipe, **shards: int) -> dict[str, int]:
+    """Returns the devices along each axis of a run's mesh.
+
+    Args:
+      machine: the devices.
+      policy: the policy to train for.
+      recipe: the recipe of the run.
+      **shards: `model`, `expert` and `sequence`, devices that each of them splits.
+
+    Raises:
+      ConfigError: the shards do not divide the devices, or they do not divide the recipe's batches.
+    """
+    shards = {name: check(f"plan: {name}_shards", size, Count) for name, size in shards.items()}
+    data, rest = divmod(machine.count, math.prod(shards.values()))
+    if rest:
+        asked = " times ".join(f"`{name}_shards={n}`" for name, n in shards.items() if n > 1)
+        raise ConfigError(
+            f"plan: {machine.name} has {machine.count} devices, which {asked} does not divide."
+        )
+    sizes = sharding.mesh_axes(
+        data, shards["model"], sequence=shards["sequence"], experts=shards["expert"]
+    )
+    check_split(recipe, policy, jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    recipe.pass_size(data)
+    return sizes
 
 
 def bytes_a_device(tree: Any) -> int:
@@ -266,10 +286,10 @@ def _memory(program: StepProgram, stage: Stage) -> Memory:
 
 
 def _asked_for(message: str) -> float | None:
-    """Returns the bytes that libtpu says a program takes when it refuses it for that.
+    """Returns the bytes of a program in the message with which libtpu refuses it.
 
-    It says so only in its messages. "HLO temporaries" are everything too: x + 1 of 20 GB has 40 of
-    them. None if it refuses for another reason.
+    "HLO temporaries" include the arguments: x + 1 of 20 GB has 40 GB of them. None if the message
+    is about something else.
     """
     found = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMG])", message)
     return None if found is None else float(found[1]) * 1024 ** " KMG".index(found[2])

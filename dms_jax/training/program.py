@@ -1,6 +1,6 @@
-"""The program of a training step: the step, and the shape, type and place of all that it takes.
+"""The program of a training step, and the shape, type and sharding of its arguments.
 
-It holds no array. A `Trainer` runs it; `dms_jax.plan` compiles it for devices that need not exist.
+It holds no arrays. A `Trainer` runs it; `dms_jax.plan` compiles it for devices that need not exist.
 """
 
 from typing import Any
@@ -39,25 +39,25 @@ Struct = jax.ShapeDtypeStruct
 
 
 class StepProgram:
-    """The optimizer step of a run. All structures below are of `jax.ShapeDtypeStruct`s with places.
+    """The optimizer step of a run; all trees below hold `jax.ShapeDtypeStruct`s with shardings.
 
     Args:
       student: the model to train, with its adapter and low-rank updates; it may be abstract.
       original: the model without low-rank updates, whose structure the teacher has.
       policy: the policy whose decisions apply.
       recipe: the recipe.
-      everywhere: the place of what every device holds: replicated on a mesh, or one device.
+      everywhere: the sharding of replicated arrays: replicated on a mesh, or one device.
       memory: bytes of a device; None if unknown.
 
     Attributes:
       recipe: the recipe, with `remat` chosen by memory (`dms_jax.training.remat`).
-      everywhere: as given.
+      everywhere: the argument.
       places: the sharding of each parameter, by name.
       parameters: the student's parameters, by name.
       rebuild: makes the student from its parameters.
       state: the state that a step changes.
-      constants: the frozen parameters, and the teacher's that are not among them, in the type of
-        the passes.
+      constants: the frozen parameters and the teacher's other parameters, in the type of the
+        passes.
       number: the type of losses and rates.
     """
 
@@ -153,7 +153,7 @@ class StepProgram:
 
     @property
     def place_of_passes(self) -> Sharding:
-        """The place of passes [A, B, T]: sequences over `data`."""
+        """The sharding of passes [A, B, T]: sequences over `data`."""
         if self._mesh is None:
             return self.everywhere
         return NamedSharding(self._mesh, PartitionSpec(None, sharding.DATA))
@@ -184,7 +184,7 @@ class StepProgram:
         )
 
     def lower(self, stage: Stage) -> Any:
-        """Returns the step of a stage as it is lowered for the devices of its mesh."""
+        """Lowers the step of a stage for the devices of its mesh."""
         assert self._mesh is not None
         platform = self._mesh.devices.flat[0].platform.replace("gpu", "cuda")
         with jax.set_mesh(self._mesh):
@@ -201,7 +201,7 @@ def program_of_shape(
     *,
     memory: float | None = None,
 ) -> StepProgram:
-    """Returns the program for a model that need not exist.
+    """Returns the program for a model given only by its shape.
 
     Args:
       config: the model's shape.

@@ -45,16 +45,16 @@ class Stage(Options):
     Attributes:
       kind: "neuron_decay" fades the borrowed neuron out and evicts nothing (skipped for policies
         that borrow none); "ramp" moves the compression ratio linearly from its current value;
-        "train" keeps the current value, 1 before any ramp; "supervise" evicts nothing and teaches
-        the adapter alone how much attention each token gets (`Retrofit.supervision`).
+        "train" keeps the current value (1 before any ramp); "supervise" evicts nothing and trains
+        only the adapter, to predict how much attention each token gets (`Retrofit.supervision`).
       steps: optimizer steps.
       learning_rate: learning rate, constant over the stage except for warm-up and decay.
       compression_ratio: compression ratio at the end of a ramp.
-      adapter_learning_rate: learning rate of the adapter; None for the same.
+      adapter_learning_rate: learning rate of the adapter; None for `learning_rate`.
       batch_size: sequences per step; None for the recipe's batch size.
       warmup_steps: steps at the start of the stage over which the rate rises linearly from zero.
-      final_learning_rate: rate to which a half-cosine falls over the rest of the stage, for every
-        parameter; None for no decay.
+      final_learning_rate: rate at the end of a half-cosine decay over the rest of the stage, for
+        every parameter; None for no decay.
     """
 
     kind: Literal["neuron_decay", "ramp", "train", "supervise"]
@@ -149,31 +149,32 @@ class Recipe(Options):
       low_rank: rank and alpha of the updates that "low_rank" trains.
       loss: "distillation" from the original model, or "language_modeling".
       kl: direction of the distillation, "reverse" = KL(student || teacher).
-      distillation_temperature: T, by which the logits of both are divided; the loss is multiplied
-        by T^2, so that its gradients keep their scale beside the compression loss.
+      distillation_temperature: T, by which the logits of student and teacher are divided; the loss
+        is multiplied by T^2, so that its gradients keep their scale relative to the compression
+        loss.
       distillation_positions: positions where student and teacher are compared. The logits at
-        position t predict token t + 1: "targets" takes the positions whose next token counts, as
-        the language modelling loss does; "inputs" those whose own token counts, as NVIDIA's code
-        does.
+        position t predict token t + 1: "targets" takes the positions whose next token counts, like
+        the language modelling loss; "inputs" the positions whose own token counts, like NVIDIA's
+        code.
       compression_weight: weight of the compression loss (`dms_jax.training.compression_loss`); the
         main loss has weight 1.
       prior: whether the target applies to all layers together ("global") or to each ("layer").
       head_balance: weight of a loss that keeps the heads of a layer similar (DMC-C); 0 for none.
       beta1, beta2, epsilon, weight_decay: settings of AdamW; norms and biases do not decay.
       clip: largest global norm of the gradient.
-      compute_dtype: dtype of the passes; None for that of the parameters. Parameters, gradients
-        and optimizer state are always in at least float32.
+      compute_dtype: dtype of the passes; None for the parameters' dtype. Parameters, gradients and
+        optimizer state are always in at least float32.
       remat: what the backward pass recomputes of each layer: "nothing" (most memory);
-        "all_but_products", which keeps the outputs of matrix products and of attention;
-        "all_but_attention", which keeps those of attention; or "everything". "auto" keeps the
-        outputs of products where memory allows, and otherwise those of attention
+        "all_but_products" (keeps the outputs of matrix products and of attention);
+        "all_but_attention" (keeps the outputs of attention); or "everything". "auto" keeps the
+        outputs of products if memory allows, otherwise those of attention
         (`dms_jax.training.remat`).
       unroll: whether to unroll the loop over layers: faster for small models, slower to compile.
       packing: how documents are packed into sequences (`dms_jax.data.batches`).
-      ignore_end_token: whether the model's end tokens are left out of the loss, also in batches
+      ignore_end_token: whether the model's end tokens are excluded from the loss, also in batches
         given as data.
-      answers_only: whether only answers count in the loss: the assistant's turns, and responses to
-        prompts. Batches given as data have their own loss mask.
+      answers_only: whether only answers count in the loss (the assistant's turns, responses to
+        prompts). Batches given as data have their own loss mask.
       snapshots: compression ratios at which the model is saved and handed to `on_snapshot`.
     """
 
@@ -242,7 +243,7 @@ class Recipe(Options):
             require(
                 batch % size == 0 and size % data_shards == 0,
                 f"Recipe: a batch of {batch} does not divide into passes of {size} sequences over "
-                f"{data_shards} shards of data. Change batch_size or micro_batch_size.",
+                f"{data_shards} shards of data. Change `batch_size` or `micro_batch_size`.",
             )
         return size
 
@@ -257,7 +258,7 @@ class Recipe(Options):
         return max(stage.compression_ratio for stage in self.stages)
 
     def trained_for(self, policy: Policy) -> Trained:
-        """Returns what a retrofit for a policy trains: `trainable`, with "auto" decided."""
+        """Returns which parameters a retrofit for a policy trains: `trainable`, "auto" resolved."""
         if self.trainable == "auto":
             return "adapter" if policy.retrofit.adapter else "all"
         return self.trainable
@@ -275,10 +276,10 @@ class Recipe(Options):
     def control(self, policy: Policy) -> "Recipe":
         """Returns the recipe of a retrofit's control: the same tokens and rates, no eviction.
 
-        The control goes through the same stages with the vanilla cache and the language modelling
-        loss: `train(model, recipe=recipe.control(policy), data=...)`. It trains low-rank updates if
-        the retrofit does, and all weights otherwise. The vanilla cache reads no adapter: for a
-        retrofit of frozen weights the original model is the control.
+        The control runs the same stages with the vanilla cache and the language modelling loss:
+        `train(model, recipe=recipe.control(policy), data=...)`. It trains low-rank updates if the
+        retrofit does, otherwise all weights. The vanilla cache reads no adapter, so for a retrofit
+        of frozen weights the original model is the control.
 
         Args:
           policy: the policy of the retrofit.
@@ -296,10 +297,10 @@ class Recipe(Options):
         )
 
     def settled(self, share: Number) -> "Recipe":
-        """Returns the recipe with a last ramp that ends earlier, and rates that then fall to zero.
+        """Returns the recipe with a shorter last ramp, after which the rates fall to zero.
 
         Args:
-          share: share of the last stage's steps that keep the ratio that was reached.
+          share: share of the last stage's steps that keep the final ratio.
 
         Raises:
           ConfigError: `share` is not in [0, 1), or the last stage is no ramp.
@@ -343,15 +344,16 @@ class Recipe(Options):
     def scaled(
         self, policy: Policy, *, steps: int | None = None, tokens: int | None = None
     ) -> "Recipe":
-        """Returns the recipe shortened or lengthened: every stage in proportion, nothing else.
+        """Returns the recipe with the number of steps of every stage scaled in proportion.
 
         Args:
           policy: the policy of the run; stages that it skips do not count.
           steps: optimizer steps of the whole run.
-          tokens: tokens of the whole run instead, padding included, to the nearest step.
+          tokens: alternatively, tokens of the whole run, padding included, to the nearest step.
 
         Raises:
-          ConfigError: not exactly one of the two is given, or they leave a stage without a step.
+          ConfigError: not exactly one of `steps` and `tokens` is given, or a stage would have no
+            step.
         """
         require((steps is None) != (tokens is None), "Recipe: give the number of steps or tokens.")
         total = self.total_steps(policy)

@@ -1,4 +1,4 @@
-"""The published recipes as data, recipes for a laptop, and one for training from scratch.
+"""The published recipes, recipes for a laptop, and one for training from scratch.
 
 A recipe is a list of stages and the settings that they share. Change one with
 `dataclasses.replace(recipe, batch_size=16)`. The window, the source of decisions and the
@@ -28,7 +28,7 @@ def _ramp_steps(compression_ratio: Number, steps_per_ratio: int) -> int:
 
 
 def _steps_of(name: str, tokens: int, batch_size: int, sequence_length: int) -> int:
-    """Returns the steps in which a recipe sees so many tokens, at least 1."""
+    """Returns the number of steps for `tokens` tokens, at least 1."""
     given = dict(tokens=tokens, batch_size=batch_size, sequence_length=sequence_length)
     for option, value in given.items():
         check(f"{name}: {option}", value, Count)
@@ -36,10 +36,10 @@ def _steps_of(name: str, tokens: int, batch_size: int, sequence_length: int) -> 
 
 
 def recommended(policy: Policy, positions: int) -> Recipe:
-    """Returns the recipe that `retrofit` takes unless another is given.
+    """Returns the default recipe of `retrofit`.
 
-    The released one for DMS (to ratio 8), the paper's for DMC (to 2), and ours for the scorers of
-    KVzap and KVpop, with sequences cut to the model's positions.
+    NVIDIA's released recipe for DMS (to ratio 8), the paper's for DMC (to 2), and ours for the
+    scorers of KVzap and KVpop, with sequences cut to the model's positions.
 
     Args:
       policy: a trainable policy.
@@ -60,8 +60,8 @@ def recommended(policy: Policy, positions: int) -> Recipe:
 def dms_published(compression_ratio: Number = 8.0) -> Recipe:
     """NVIDIA's released recipe: adapters on a frozen model, 34 steps per unit of compression ratio.
 
-    Qwen3-8B takes about 250 steps of 8 sequences of 32768 tokens to reach ratio 8. A policy that
-    borrows a neuron trains all weights instead, after the paper's 2000 steps of decay.
+    Qwen3-8B takes about 250 steps of 8 sequences of 32768 tokens to reach ratio 8. For a policy
+    that borrows a neuron, all weights are trained instead, after the paper's 2000 steps of decay.
     """
     return Recipe(
         name="dms_published",
@@ -110,7 +110,7 @@ def dms_paper(compression_ratio: Number = 4.0, *, model: str = "text") -> Recipe
         llama-3.2-1b, llama-2-7b, llama-3.1-8b, qwen-r1-1.5b, qwen-r1-7b, qwen-r1-32b.
 
     Raises:
-      ConfigError: there is no such row, or it does not reach this ratio.
+      ConfigError: the row is unknown, or does not reach this ratio.
     """
     require(
         model in _PAPER,
@@ -180,26 +180,26 @@ def dms_self_taught(
     batch_size: int = 16,
     settle: Number = 0.5,
 ) -> Recipe:
-    """DMS for a small model on answers of its own, on one GPU, for `DMS(window=16)`.
+    """DMS for a small model on its own answers, on one GPU, for `DMS(window=16)`.
 
     The defaults come from Qwen2.5-Coder-0.5B-Instruct (`experiments/results/real_models`): sampled
-    answers packed by first fit, 610 steps of 32,768 tokens in four minutes of an H200. Nine
-    trainings of this recipe and its variants, to 3.3 or 3.5, hold 3.1 times fewer tokens and solve
-    1.8 +- 0.8 points of GSM8K less than the model; trained on as many tokens with nothing evicted
-    it solves 2.2 +- 1.1 less.
+    answers packed by first fit, 610 steps of 32,768 tokens in four minutes of an H200. Nine runs of
+    this recipe and its variants, to a ratio of 3.3 or 3.5, hold 3.1 times fewer tokens and solve
+    1.8 +- 0.8 points of GSM8K less than the original model, which itself solves 2.2 +- 1.1 less
+    after training on the same number of tokens without eviction.
 
     Args:
       compression_ratio: compression ratio to reach.
-      trainable: "adapter" for frozen weights, "low_rank" for low-rank updates of the attention
-        projections beside them (their rank is `low_rank` of the recipe), "all" for all weights.
+      trainable: "adapter" for the adapter alone, "low_rank" for the adapter and low-rank updates of
+        the attention projections (rank: `low_rank` of the recipe), "all" for all weights.
       tokens: tokens of the whole run, padding included.
-      learning_rate: of everything but the adapter; None for 2e-4 with low-rank updates and 1e-5
-        with all weights.
+      learning_rate: learning rate of all other parameters; None for 2e-4 with low-rank updates and
+        1e-5 with all weights.
       adapter_learning_rate: of the adapter.
       sequence_length: T, tokens per packed sequence.
       batch_size: sequences per step.
-      settle: share of the steps, at the end, that keep the ratio while the rates fall to zero. They
-        rise over the first tenth of the others (`warmed` changes that).
+      settle: share of the steps, at the end, that keep the ratio while the learning rates fall to
+        zero. The rates rise over the first tenth of the other steps (`warmed` changes that).
 
     Raises:
       ConfigError: a number is out of range.
@@ -224,11 +224,11 @@ def dms_self_taught(
 
 
 def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **options: Any) -> Recipe:
-    """`dms_self_taught` whose adapter first learns from attention which tokens matter least.
+    """`dms_self_taught`, after the adapter has learned from attention which tokens matter least.
 
     Args:
       compression_ratio: compression ratio to reach.
-      share: share of the steps, at the start, in which the adapter alone learns from attention.
+      share: share of the steps, at the start, in which only the adapter learns, from attention.
       **options: as for `dms_self_taught`; `tokens` counts both parts.
 
     Raises:
@@ -238,7 +238,7 @@ def dms_warm_up(compression_ratio: Number = 3.5, *, share: float = 0.2, **option
 
 
 def attention_first(recipe: Recipe, share: float) -> Recipe:
-    """Returns a recipe of `dms_self_taught` with a start as in `dms_warm_up`.
+    """Returns a recipe of `dms_self_taught` that starts like `dms_warm_up`.
 
     Raises:
       ConfigError: `share` is not in (0, 1], or the recipe's ramp has one step.
@@ -273,7 +273,7 @@ _DMC_PAPER = {
     "llama-2-7b": _DmcRow(250, 3e-5, 3e-5, "language_modeling", 4),
     "llama-2-13b": _DmcRow(250, 3e-5, 3e-5, "language_modeling", 4),
     "llama-2-70b": _DmcRow(250, 1.5e-5, 1.5e-5, "language_modeling", 2),
-    # From the DMS paper, table 3, where DMC is a baseline, by units of ratio.
+    # From the DMS paper, table 3 (DMC as a baseline), by units of ratio.
     "llama-2-7b-dms-paper": _DmcRow(2000, 3e-5, 3e-5, "language_modeling"),
     "llama-3.2-1b": _DmcRow(2000, 1e-6, 1e-5, "distillation"),
 }
@@ -289,18 +289,19 @@ def dmc_paper(
     """The DMC paper's recipe: neuron decay, a slow ramp, solidification for 2000 steps.
 
     Args:
-      compression_ratio: compression ratio to reach; the DMC paper's are up to 4, and 2 with 70B.
+      compression_ratio: compression ratio to reach; the DMC paper goes up to 4, and to 2 with 70B.
       model: llama-2-7b, llama-2-13b or llama-2-70b; llama-2-7b-dms-paper or llama-3.2-1b for
         DMC as a baseline of the DMS paper.
       variant: one of the paper's ablations: "dmc-c" keeps the heads of a layer similar (the weight
-        of that loss, 1, is ours), "local_prior" sets the target for each layer, "immediate" sets
-        the final target from the second step on instead of a ramp. DMC-HardC and uniform weighting
-        are options of the policy, fixed memory pooling is a policy.
+        of that loss, 1, is ours), "local_prior" sets the target for each layer, "immediate"
+        replaces the ramp by the final target from the second step on. DMC-HardC and uniform
+        weighting are options of the policy; fixed memory pooling is a separate policy.
       steps_per_ratio: steps of 4M tokens per unit of compression ratio; 3000 in the paper's short
         regime.
 
     Raises:
-      ConfigError: there is no such model or variant, or the paper does not take the model so far.
+      ConfigError: the model or variant is unknown, or the paper does not reach the ratio with the
+        model.
     """
     require(
         model in _DMC_PAPER,
@@ -347,8 +348,8 @@ def dmc_quickstart(
     """DMC on the 260K-parameter model of the demo: all weights, a few hundred short steps.
 
     Made for `DMC(neuron="first", offset=2.0, temperature=0.3)`: with the paper's offset of 5 and
-    temperature of 0.1 it takes thousands of steps until a decision changes. The neuron is an eighth
-    of that model's head dimension, so losing it costs more than the partial accumulation.
+    temperature of 0.1, decisions change only after thousands of steps. The neuron is an eighth of
+    that model's head dimension, so losing it costs more than the partial accumulation.
     """
     steps = _ramp_steps(compression_ratio, steps_per_ratio)
     return Recipe(
@@ -428,14 +429,14 @@ def kvzap(
     """A scorer for `KVzap`, regressed on the importance that attention gives; frozen weights.
 
     Afterwards `dms_jax.calibrate` sets the threshold for a compression ratio. The rate and the
-    number of tokens are ours; the publication takes 1.2M tokens of about 2,400 texts, several times
-    each.
+    number of tokens are our choice; the publication trains on 1.2M tokens of about 2,400 texts,
+    several times each.
 
     Args:
       tokens: tokens of the whole run, padding included.
-      learning_rate: of the scorer; it falls to zero along a half-cosine.
-      sequence_length: T, tokens per packed sequence; those after the window are the future from
-        which the scorer learns.
+      learning_rate: learning rate of the scorer, which decays to zero along a half-cosine.
+      sequence_length: T, tokens per packed sequence; the scorer learns from the attention of tokens
+        beyond the window.
       batch_size: sequences per step.
 
     Raises:

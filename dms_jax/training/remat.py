@@ -1,8 +1,8 @@
 """The bytes that layers keep for the backward pass, and the choice of `remat="auto"`.
 
-Outputs of matrix products are kept where they and the training state take little of a device's
-memory: this saves a pass through the layers' matrices, 12% of a step of 8B frozen weights on an
-H200. The rest of the memory is for the loss, the current layer and gathered matrices.
+Outputs of matrix products are kept if they and the training state take little of a device's memory.
+That saves a pass through the layers' matrices, 12% of a step with 8B frozen weights on an H200. The
+remaining memory is for the loss, the current layer and gathered matrices.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ def kept_bytes(
     model: int,
     sequence: int = 1,
 ) -> float:
-    """Returns the bytes that all layers keep on a device; 0 for "nothing", where it is unknown.
+    """Returns the bytes that all layers keep on a device; 0 for "nothing" (unknown).
 
     Devices along `model` split heads and feed-forward; each keeps hidden states whole.
 
     Args:
       config: the model's shape.
       recipe: the recipe, for the length of a sequence and the type of the passes.
-      remat: what is recomputed.
+      remat: the setting of recomputation.
       sequences: sequences of a pass on a device.
       model: size of the axis `model`.
-      sequence: size of the axis `sequence`, which splits their tokens.
+      sequence: size of the axis `sequence`, which splits the tokens of sequences.
     """
     width, attended = config.hidden_size, config.num_heads * config.head_dim
     projected = attended + 2 * config.num_kv_heads * config.head_dim
@@ -62,7 +62,7 @@ def choose_remat(
     shards: tuple[int, int, int],
     memory: float | None,
 ) -> Recipe:
-    """Returns the recipe with a choice of `remat` in place of "auto".
+    """Returns the recipe with "auto" in `remat` resolved.
 
     Args:
       recipe: the recipe.
@@ -78,7 +78,8 @@ def choose_remat(
     sequences = recipe.pass_size(data) // data
     split = dict(model=model, sequence=sequence)
     kept = kept_bytes(config, recipe, "all_but_products", sequences, **split)
-    # Trained ones in float32 with two moments and a gradient; all of them in the passes' type.
+    # Trained parameters in float32 with two moments and a gradient; all parameters in the passes'
+    # type.
     state = (16 * trained + 2 * parameters) / math.prod(shards)
     fits = memory is not None and kept + state < SHARE_OF_MEMORY * memory
     chosen: Remat = "all_but_products" if fits else "all_but_attention"

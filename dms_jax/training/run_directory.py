@@ -7,8 +7,8 @@
       snapshots/<ratio>/    Hugging Face directories at the recipe's snapshots
       model/                the resulting Hugging Face directory
 
-A resumed run cuts the log at the step that it resumes from. The first of several processes locks
-the directory and writes the log; all of them read and write checkpoints.
+A resumed run truncates the log at the step that it resumes from. The first of several processes
+locks the directory and writes the log; all of them read and write checkpoints.
 """
 
 import json
@@ -16,18 +16,15 @@ import os
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dms_jax import processes
+from dms_jax.differences import difference
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
 from dms_jax.file_lock import lock
 from dms_jax.json_text import json_text
+from dms_jax.regular_files import check_regular
 from dms_jax.training.checkpoints import Checkpoints, Meta
-
-_MOST_CHANGES = 4  # named in a message, for each setting
-_LONGEST_VALUE = 24  # characters of a value in a message
-_SCALAR = (bool, int, float, str, type(None))
 
 
 class RunDirectory:
@@ -35,11 +32,11 @@ class RunDirectory:
 
     Args:
       path: path of the directory, which is created if needed.
-      settings: JSON data that must be the same when the run is resumed.
-      resume: whether to continue a run that the directory holds; otherwise it must hold none.
+      settings: JSON data that must not change when the run is resumed.
+      resume: whether to continue the directory's run; if False, the directory must hold none.
       restart_from: step of the checkpoint to continue from with another recipe; None to continue
         with the same one.
-      keep: how many checkpoints are kept.
+      keep: number of checkpoints to keep.
 
     Attributes:
       path: the path, absolute.
@@ -60,11 +57,11 @@ class RunDirectory:
         keep: int,
     ):
         self.path = pathlib.Path(path).expanduser().absolute()
-        # As a checkpoint returns it: JSON turns tuples into lists.
+        # As read from a checkpoint: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._restart_from, self._log, self._lock = restart_from, None, None
         self.checkpoints: Any = None
-        self._back_to: int | None = None  # the step of a restart, until later ones are removed
+        self._back_to: int | None = None  # step of a restart, until later checkpoints are removed
         try:
             self._open()
             self.checkpoints = Checkpoints(self.path, keep=keep)
@@ -74,7 +71,7 @@ class RunDirectory:
             raise
 
     def _open(self) -> None:
-        """Makes and locks the directory; the first process does it for all."""
+        """Creates and locks the directory, in the first process only."""
         agreement, error = processes.Agreement(), None
         try:
             if processes.is_first():
@@ -121,13 +118,13 @@ class RunDirectory:
         return state, meta["data"]
 
     def remove_later(self) -> None:
-        """Deletes the checkpoints after the one that a restart continues from."""
+        """Deletes the checkpoints after the restart's."""
         if self._back_to is not None:
             self.checkpoints.discard(self._back_to + 1)
             self._back_to = None
 
     def _has_restarted(self) -> bool:
-        """Whether the newest checkpoint was written after this very restart."""
+        """Whether the newest checkpoint was written after this same restart."""
         for step in reversed(self.checkpoints.steps):
             try:
                 meta = self.checkpoints.meta(step)
@@ -153,8 +150,8 @@ class RunDirectory:
             )
         if differing:
             only = differing == {"recipe"} and self.latest_step is not None
-            restart = f", restart_from={self.latest_step} to go on with this one" if only else ""
-            told = ", ".join(_difference(saved, self._settings, name) for name in sorted(differing))
+            restart = f", `restart_from={self.latest_step}` to go on with this one" if only else ""
+            told = ", ".join(difference(saved, self._settings, name) for name in sorted(differing))
             raise ConfigError(
                 f"{self.path} holds a run with another {told}. Give the "
                 f"same to resume it{restart}, or another directory."
@@ -201,7 +198,7 @@ class RunDirectory:
             )
 
     def skipped_steps(self, done: int) -> int:
-        """Returns how many of the first `done` steps the log says were skipped."""
+        """Returns the number of skipped steps among the first `done`, according to the log."""
         return sum(bool(record.get("skipped")) for record in self._logged(done + 1))
 
     def _open_log(self, next_step: int) -> Any:
@@ -247,39 +244,11 @@ class RunDirectory:
                     file.close()
 
 
-def _difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) -> str:
-    """Returns the name of a setting with its differences.
-
-    # In: {"recipe": {"batch_size": 4}}, {"recipe": {"batch_size": 2}}, "recipe"
-    # Out: "recipe (`batch_size` 4, not 2)"
-    # In: {"seed": 0}, {"seed": 1}, "seed"      Out: "`seed` 0, not 1"
-    """
-    found = list(_changes(saved.get(name), given.get(name), name))
-    if not isinstance(given.get(name), dict):
-        return found[0]
-    more = ", ..." if len(found) > _MOST_CHANGES else ""
-    return f"{name} ({', '.join(found[:_MOST_CHANGES])}{more})"
-
-
-def _changes(saved: Any, given: Any, name: str, where: str = "") -> Iterator[str]:
-    """Yields the differences of a setting, by the innermost names."""
-    if isinstance(saved, dict) and isinstance(given, dict):
-        for key in sorted(saved.keys() | given.keys()):
-            yield from _changes(saved.get(key), given.get(key), key, where)
-    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
-        for index, pair in enumerate(zip(saved, given, strict=True), 1):
-            yield from _changes(*pair, name, f" of {name} {index}")
-    elif saved != given:
-        short = all(isinstance(each, _SCALAR) for each in (saved, given))
-        short = short and max(len(str(saved)), len(str(given))) <= _LONGEST_VALUE
-        yield f"`{name}`{where}" + (f" {saved}, not {given}" if short else "")
-
-
 def _locked(directory: pathlib.Path) -> Any:
-    """Returns a file that keeps a directory for this run until it is closed.
+    """Locks a directory for this run; returns the file whose closing unlocks it.
 
     Raises:
-      ConfigError: another run has it.
+      ConfigError: another run holds the lock.
       CheckpointError: the directory cannot be written.
     """
     try:
@@ -287,6 +256,8 @@ def _locked(directory: pathlib.Path) -> Any:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
+        for name in (".lock", "log.jsonl", ".log.jsonl"):
+            check_regular(directory / name)
         file = (directory / ".lock").open("a")
     except OSError as error:
         raise CheckpointError(

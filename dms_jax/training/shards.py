@@ -1,7 +1,7 @@
-"""How the passes of a training step see parameters and sequences that are split over a mesh.
+"""Sharded parameters and sequences in the passes of a training step.
 
 The gradients are computed inside `jax.shard_map` over `data` and `sequence`: every device runs its
-own sequences, or its own tokens of them, and each collective of FSDP is written here or in
+own sequences (or its part of their tokens), and each collective of FSDP is written here or in
 `dms_jax.sharding`:
 
     matrices of the layers   gathered one layer at a time, in the type of the passes, and again in
@@ -11,9 +11,9 @@ own sequences, or its own tokens of them, and each collective of FSDP is written
     norms, biases, adapters  on every device; gradients summed once a step
     keys, values, decisions  gathered over `sequence`, a layer at a time (`model.split_rows`)
 
-so the bytes that a device sends depend on its own tokens, not on the number of devices. Where
-memory allows, a step of several passes gathers the layers once and reduces their gradients once.
-The axis `model` is left to the partitioner.
+so the bytes that a device sends depend on its own tokens, not on the number of devices. If memory
+allows, a step of several passes gathers the layers once and reduces their gradients once. The axis
+`model` is left to the partitioner.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dms_jax import sharding
 from dms_jax.errors import ConfigError
@@ -39,23 +39,23 @@ _LAYERS = "layers."
 def holds_whole_layers(
     everything: Mapping[str, Any], trained: Mapping[str, Any], model: int, memory: float | None
 ) -> bool:
-    """Whether devices hold all layers during a step: where that takes little of their memory.
+    """Whether devices hold all layers during a step, because that takes little of their memory.
 
     Args:
       everything: all parameters of the student, or their shapes.
-      trained: the trained ones.
+      trained: the trained parameters.
       model: size of the axis `model`.
-      memory: bytes of a device; None if that is not known.
+      memory: bytes of a device; None if unknown.
     """
     layers, own = (
         sum(x.size for name, x in arrays.items() if name.startswith(_LAYERS))
         for arrays in (everything, trained)
     )
-    # In bfloat16, with a teacher beside what is trained, and its gradients in float32.
+    # In bfloat16, with a teacher beside the trained parameters, and float32 gradients of these.
     return memory is not None and (2 * layers + 6 * own) / model < memory / 8
 
 
-def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
+def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises ConfigError if the tokens of the recipe's sequences cannot be split over a mesh."""
     shards = sharding.mesh_sizes(mesh)[1]
     if shards == 1:
@@ -63,8 +63,8 @@ def check_split(recipe: Recipe, policy: Policy, mesh: Mesh | None) -> None:
     if recipe.supervises:
         raise ConfigError(
             f"{policy.name} learns in the recipe {recipe.name} from the attention of all queries "
-            "to each key, and a mesh axis `sequence` splits the queries. Train on `data` and "
-            "`model` alone."
+            "to each key, and a mesh axis 'sequence' splits the queries. Train on 'data' and "
+            "'model' alone."
         )
     if recipe.sequence_length % (PIECES * shards):
         raise ConfigError(
@@ -89,7 +89,7 @@ class Shards:
 
     @property
     def several(self) -> bool:
-        """Whether there are several shards of sequences or of their tokens."""
+        """Whether sequences or their tokens are split."""
         data, sequence, _ = self._sizes
         return data * sequence > 1
 
@@ -143,7 +143,7 @@ class Shards:
         arrays = []
         for path, param in named:
             name = _LAYERS + jax.tree_util.keystr(path, simple=True, separator=".")
-            axis = self.axis(name)  # counts the axis of the layers, which a single layer lacks
+            axis = self.axis(name)  # counts the layer axis, which a single layer lacks
             array = param[...]
             arrays.append(array if axis is None else sharding.gather(array, axis - 1, dtype))
         return jax.tree.unflatten(jax.tree.structure(layer), arrays)
@@ -154,7 +154,7 @@ class Shards:
         The function takes (trained, frozen, teacher, passes, numbers, values, shard) and returns
         the gradients of the trained parameters and other sums. Passes and numbers are [A, B, ...]
         and split over `data`; `values` is replicated; `shard` is the index of the device's shard of
-        each sequence's tokens, None if these are not split.
+        each sequence's tokens; None if tokens are not split.
         """
         if not self.several:
             return functools.partial(function, shard=None)
@@ -169,7 +169,7 @@ class Shards:
                 summed,
                 in_specs=(shards, *parameters, sequences, sequences, PartitionSpec()),
                 out_specs=(parameters[0], PartitionSpec()),
-                # Axes of one device are manual too: kernels take whole arrays.
+                # Axes of size one are manual too: kernels take whole arrays.
                 axis_names=_axes(mesh) | {name for name, size in mesh.shape.items() if size == 1},
                 check_vma=False,
             )(jnp.arange(self.of_a_row), trained, frozen, teacher, passes, numbers, values)

@@ -3,8 +3,8 @@
 The teacher is the original model with the vanilla cache; language modelling has no teacher. The
 student runs the relaxed form of its policy's decisions on the same tokens. The noise of a decision
 depends on the seed, the step and the sequence's index in the batch, not on how the batch is split.
-Gradients are summed over A passes of B sequences, and each loss is already divided by the counts of
-the whole batch, so that accumulation equals one large batch.
+Gradients are summed over A passes of B sequences. Each loss is already divided by the counts of the
+whole batch, so that accumulation equals one large batch.
 
 Only trained parameters have gradients and optimizer state. Parameters are kept in at least float32
 and cast for the passes. On a mesh, `dms_jax.training.shards` says how the passes see them.
@@ -66,11 +66,11 @@ class Constants:
 
 @struct.dataclass
 class Passes:
-    """The sequences of an optimizer step: A passes of B sequences, or one pass without the A.
+    """The sequences of an optimizer step: A passes of B sequences, or one pass without the axis A.
 
     Attributes:
       tokens: token ids.
-      loss_mask: tokens that count in the loss, as targets of the position before them.
+      loss_mask: tokens that count in the loss, as targets of the previous position.
       segment_ids: number of each token's document within the sequence, 0 for padding; None for
         unpacked sequences.
     """
@@ -115,8 +115,8 @@ class ScheduleValues:
       learning_rate: learning rate of all parameters except the adapter.
       adapter_learning_rate: learning rate of the adapter.
       key: key from which the noise of every step is drawn.
-      supervised: in a stage "supervise", the share of keys that count as the least important;
-        otherwise None.
+      supervised: share of keys that count as the least important in a stage "supervise"; None in
+        other stages.
     """
 
     target: Float[Array, ""]
@@ -132,7 +132,7 @@ def _decay_mask(arrays: Any) -> Any:
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Returns clipping and AdamW without the learning rate, which differs between parameters."""
+    """Returns clipping and AdamW, without the learning rate, which differs between parameters."""
     return optax.chain(
         optax.clip_by_global_norm(recipe.clip),
         optax.scale_by_adam(recipe.beta1, recipe.beta2, recipe.epsilon),
@@ -145,13 +145,13 @@ def apply_gradient(
 ) -> tuple[TrainState, Array, Array]:
     """Returns the next state, the norm of the gradient before clipping, and whether it is finite.
 
-    If the loss or the gradient is not finite, parameters and moments stay as they are.
+    If the loss or the gradient is not finite, parameters and moments do not change.
     """
     norm = optax.tree.norm(gradient)
     updates: Any
     updates, optimizer = make_optimizer(recipe).update(gradient, state.optimizer, state.parameters)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    # Otherwise weight decay would move weights without a gradient.
+    # Otherwise weight decay would change weights without a gradient.
     rate = schedule.learning_rate if schedule.supervised is None else 0.0
     parameters = {
         name: array - (schedule.adapter_learning_rate if is_adapter(name) else rate) * updates[name]
@@ -166,7 +166,7 @@ def apply_gradient(
 
 
 def visible_keys(passes: Passes) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the mean number of keys that a document token sees, and the share of such tokens.
+    """Returns the mean number of keys visible to a document token, and the share of such tokens.
 
     # segment_ids  In: [1, 1, 1, 2, 2, 0]  Out: (1 + 2 + 3 + 1 + 2) / 5, 5 / 6
     """
@@ -189,9 +189,9 @@ def expert_load(routed: Routed | None) -> Metrics:
 
     `router_balance` is the auxiliary loss of the Switch Transformer (Fedus et al., arXiv
     2101.03961, equations 4 to 6), X sum_j f_j P_j, as a mean over layers: f_j is the share of
-    expert j in all choices of the layer's tokens, P_j its mean probability; it is 1 where both are
-    even. (Transformers' `load_balancing_loss_func` counts the n choices of a token as n shares,
-    over all layers at once.) `busiest_expert` is the largest f_j of all layers times X.
+    expert j in all choices of the layer's tokens, P_j its mean probability. A uniform router has a
+    balance of 1. (Transformers' `load_balancing_loss_func` counts the n choices of a token as n
+    shares, over all layers at once.) `busiest_expert` is the largest f_j of all layers times X.
 
     Args:
       routed: means over all tokens.
@@ -243,7 +243,7 @@ class PassInputs(NamedTuple):
       sequences: the sequences, with all their tokens.
       noise_keys: a key for each sequence; None for no noise.
       values: the values that all passes share.
-      share: how the device gets whole layers, and which tokens of the sequences it owns.
+      share: how the device gathers layers, and which tokens of the sequences it owns.
     """
 
     sequences: Passes
@@ -279,9 +279,9 @@ class TrainingStep:
         The metrics are scalars: `loss` and its parts (`distillation_loss`, `compression_loss`,
         `lm_loss`, and `supervised_loss` in a stage "supervise"), `evicted` (share of hard decisions
         to evict), `grad_norm` (before clipping), `visible_keys` (mean number of keys that a token
-        sees), `document_share` (share of the tokens that are not padding) and `skipped` (loss or
-        gradient is not finite, so parameters and moments stayed). Mixtures of experts add
-        `router_balance` and `busiest_expert` (`expert_load`).
+        attends to), `document_share` (share of the tokens that are not padding) and `skipped` (loss
+        or gradient is not finite, so parameters and moments did not change). Mixtures of experts
+        add `router_balance` and `busiest_expert` (`expert_load`).
         """
         key = jax.random.fold_in(schedule.key, state.step)
         gradient, metrics = self.gradients(state.parameters, constants, passes, schedule, key)
@@ -377,7 +377,7 @@ class TrainingStep:
     def _pass_loss(
         self, trained: Parameters, frozen: Parameters, teacher: Parameters, inputs: PassInputs
     ) -> tuple[Array, Metrics]:
-        """Returns a pass's part of the loss of the batch, and the parts of that."""
+        """Returns a pass's contribution to the loss of the batch, and its parts."""
         schedule, weights = inputs.values.schedule, inputs.values.weights
         if schedule.supervised is not None:
             return self._supervised_loss(trained, frozen, inputs)
@@ -448,7 +448,7 @@ class TrainingStep:
         }
 
     def _compression_loss(self, shares: Array, target: Array) -> Float[Array, " B"]:
-        """Returns the loss of each sequence for the shares [L, B, K] that its heads evict."""
+        """Returns the loss of each sequence, given the shares [L, B, K] that its heads evict."""
         recipe = self.recipe
         loss = recipe.compression_weight * compression_loss.compression_loss(
             shares, target, prior=recipe.prior

@@ -23,7 +23,7 @@ def supervised_loss(
     """Returns the loss of each sequence; 0 for one without known keys.
 
     Args:
-      learned: what the policy learns (`Retrofit.supervision`).
+      learned: the policy's training target (`Retrofit.supervision`).
       seen: predictions and importance of every layer, [L, B, K, T].
       share: s*, share of the keys that count as the least important.
     """
@@ -31,12 +31,12 @@ def supervised_loss(
     if learned.learns == "importance":
         errors = jnp.square(seen.predicted - seen.importance)
     else:
-        errors = jax.nn.softplus(seen.predicted) - seen.predicted * _least(seen, known, share)
+        errors = jax.nn.softplus(seen.predicted) - seen.predicted * _mark_least(seen, known, share)
     count = jnp.maximum(known.sum((0, 2, 3)), 1).astype(errors.dtype)
     return jnp.sum(jnp.where(known, errors, 0), axis=(0, 2, 3)) / count
 
 
-def _least(seen: Supervision, known: Array, share: Array | float) -> Float[Array, "L B K T"]:
+def _mark_least(seen: Supervision, known: Array, share: Array | float) -> Float[Array, "L B K T"]:
     """Marks the least important share of each sequence's known keys."""
     batch = known.shape[1]
     values = jnp.where(known, seen.importance, jnp.inf)

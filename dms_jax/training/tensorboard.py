@@ -43,6 +43,6 @@ class TensorBoard:
                 self._writer.add_scalar(name, float(value), record["step"])
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes pending records."""
         if self._writer is not None:
             self._writer.close()

@@ -2,8 +2,8 @@
 
 On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
 over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. Frozen
-parameters are sharded alike, the teacher shares arrays with the student where they are equal, and
-the trainer keeps no other copy of the model.
+parameters are sharded in the same way, the teacher shares equal arrays with the student, and the
+trainer keeps no other copy of the model.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class Trainer:
         self._key = jax.device_put(key, everywhere)
         given, taught = parameters(student), parameters(original)
         arrays = self._place(given)
-        # In the type of the model; `state` makes those of the optimizer's type.
+        # In the model's type; `state` creates copies in the optimizer's type.
         self._initial, self._frozen = self._program.split(arrays)
         self._dtypes = {name: x.dtype for name, x in self._initial.items()}
         wanted = self._program.constants
@@ -112,7 +112,7 @@ class Trainer:
         self._skeleton = dataclasses.replace(
             model, transformer=jax.eval_shape(lambda: student), policy=policy, mesh=mesh
         )
-        # Several processes would have to agree on another program.
+        # Several processes would have to agree on a new program.
         self._may_keep_less = recipe.remat == "auto" and not processes.several()
         self._layer_parameters = layer_parameters(self._program.parameters, model.config.experts)
         self._peak = peak_operations(mesh)
@@ -125,7 +125,7 @@ class Trainer:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe, with what memory decides (`dms_jax.training.remat`)."""
+        """The recipe, with `remat` resolved (`dms_jax.training.remat`)."""
         return self._program.recipe
 
     @property
@@ -140,7 +140,7 @@ class Trainer:
     def state(self) -> TrainState:
         """Trained parameters, optimizer state and step.
 
-        Allocated when first read, so that a restored state, which is assigned, needs no second one.
+        Allocated on first read, so that assigning a restored state allocates no second one.
         """
         if self._state is None:
             # Copies, because the step donates them.
@@ -158,10 +158,10 @@ class Trainer:
         self._initial = {}
 
     def _init_state(self, step: Any, trained: Parameters) -> TrainState:
-        """Returns a state at `step` with fresh moments, in the places of `abstract_state`."""
+        """Returns a state at `step` with fresh moments, sharded like `abstract_state`."""
         state = TrainState(step, trained, self._optimizer.init(trained))
-        # Every array is committed to its place from the start: otherwise the second step, which
-        # gets committed arrays, would be compiled again.
+        # Commit every array to its place from the start; otherwise the second step, which gets
+        # committed arrays, would be compiled again.
         return jax.tree.map(
             lambda x, like: jax.device_put(x, like.sharding), state, self.abstract_state
         )
@@ -186,7 +186,7 @@ class Trainer:
             return metrics
         while True:
             try:
-                # Devices may run out of memory only when they run.
+                # Devices may run out of memory only during execution.
                 state, metrics = jax.block_until_ready(
                     self._step(self.state, self._constants, *inputs)
                 )
@@ -198,10 +198,11 @@ class Trainer:
                 return metrics
 
     def _keep_less(self, error: jax.errors.JaxRuntimeError) -> None:
-        """After running out of memory, makes a step that keeps less for the backward pass.
+        """After running out of memory, switches to a step that keeps less for the backward pass.
 
         Raises:
-          JaxRuntimeError: the error was another, nothing keeps less, or the state is gone.
+          JaxRuntimeError: the error has another cause, no step keeps less, or the state was
+            donated.
         """
         assert self.recipe.remat != "auto"
         after = smaller(self.recipe.remat)
@@ -213,13 +214,13 @@ class Trainer:
         self._step = self._program.jit()
 
     def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
-        """Returns the bytes a device needs for a step, by the compiler; None if unknown."""
+        """Returns the compiler's estimate of a device's bytes for a step; None if unknown."""
         inputs = self._inputs(batches, progress)
         compiled = self._step.lower(self.abstract_state, self._constants, *inputs).compile()
         memory: Any = compiled.memory_analysis()
         if memory is None:
             return None
-        # Donated arrays count among the arguments and among the outputs.
+        # Donated arrays count as arguments and as outputs.
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
@@ -246,7 +247,7 @@ class Trainer:
 
         Args:
           tokens_per_second: tokens of documents per second, without padding.
-          keys: mean number of keys that a token sees.
+          keys: mean number of keys that a token attends to.
           stage: kind of the stage.
         """
         if self._peak is None:

@@ -1,11 +1,11 @@
-"""Fingerprint of the weights that a run starts from: a digest of all of them.
+"""Fingerprint of the weights that a run starts from: a digest of all weights.
 
-Checkpoints hold neither frozen weights nor the teacher's: a resumed run takes them from the given
-model, which must be the same. Adapters and low-rank updates are not part of the fingerprint; it is
-None if all weights are trained without a teacher, since checkpoints then hold everything.
+Checkpoints hold neither frozen weights nor the teacher's, so a resumed run takes them from the
+given model, which must be the same. Adapters and low-rank updates are not part of the fingerprint.
+It is None if all weights are trained without a teacher, as checkpoints then hold everything.
 
-The bits of the numbers are summed as integers, for each row of each parameter: the result does not
-depend on how parameters are sharded, and little is sent.
+The bits of the numbers are summed as integers, per row of each parameter, so the result does not
+depend on sharding and little is transferred.
 """
 
 import functools
@@ -25,7 +25,7 @@ from dms_jax.training.recipe import Recipe
 
 
 def weights_fingerprint(model: LanguageModel, policy: Policy, recipe: Recipe) -> str | None:
-    """Returns the fingerprint of the weights that checkpoints lack; None if they hold all."""
+    """Returns the fingerprint of the weights that checkpoints lack; None if they lack none."""
     if recipe.loss != "distillation" and recipe.trained_for(policy) == "all":
         return None
     arrays = {

@@ -1,7 +1,7 @@
 """XLA options for training programs.
 
 On GPUs, the stacks that a loop over layers keeps for the backward pass (11 GB in a step of
-Qwen2.5-0.5B) are not filled with zeros first: every layer writes its own slice.
+Qwen2.5-0.5B) are not zero-filled first, as every layer writes its own slice.
 
 For several GPUs:
 

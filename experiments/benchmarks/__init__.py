@@ -1,1 +1,1 @@
-"""What times the library and its kernels, and what tunes the kernels for a device."""
+"""Times the library and its kernels, and tunes the kernels for a device."""

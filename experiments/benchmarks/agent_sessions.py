@@ -1,16 +1,15 @@
-"""Times the first tokens of agents that send their growing prompt again at every turn.
+"""Times the first tokens of agents that resend their growing prompt at every turn.
 
-Several sessions run at a time. At every turn each sends all that it has sent and been answered so
-far and some more tokens (a tool's result), and is answered. How many tokens is a recording: 30
-turns of Codex, which begin with 8,843 tokens and end with 16,595 (agent_session.json). An engine
-that keeps prefixes reads what is new, one that keeps none reads all. For each policy: the median
-and the longest time to a session's first token by turn, with and without prefixes, the share of the
-prompts' tokens that were cached, whether the answers are the same, and the bytes that the prefixes
-hold at the end; these beside Vanilla's are how many more sessions the same memory keeps. Real model
-shapes, random weights, random tokens; RandomEviction stands for DMS at the same ratio, and keeps as
-much. With --url the same sessions ask whichever server of OpenAI's API listens there, ours or
-vLLM's; a client does not see tokens, so others stand for the last answer in the next prompt. Of an
-answer without any text the time is that of its end.
+Several sessions run at a time. At every turn each sends the whole conversation and some more tokens
+(a tool's result), and gets an answer. Lengths come from a recording: 30 turns of Codex, from 8,843
+to 16,595 tokens (agent_session.json). An engine with a prefix cache prefills only new tokens, one
+without it prefills all. Reports for each policy: the median and the longest time to a session's
+first token by turn, with and without the prefix cache, the cached share of prompt tokens, whether
+the answers are equal, and the bytes of the prefixes at the end; their ratio to Vanilla's tells how
+many more sessions the same memory keeps. Real model shapes, random weights, random tokens;
+RandomEviction stands for DMS at the same ratio. With --url the same sessions use any server with
+OpenAI's API, ours or vLLM's. A client does not see tokens, so random ones replace the last answer
+in the next prompt. For an answer without text its end is timed.
 
     python -m experiments.benchmarks.agent_sessions
     python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
@@ -58,22 +57,22 @@ class Config:
     shape: Shape = "qwen2.5-1.5b"
     """Model whose shape is timed, with random weights."""
     layers: int | None = None
-    """Layers of the model; the shape's own if none are given."""
+    """Layers of the model; by default those of the shape."""
     sessions: int = 16
-    """Sessions, which take each turn together."""
+    """Concurrent sessions."""
     turns: int = 30
     """Turns of a session, the first ones of the recording."""
     shorten: int = 1
-    """Divides the recorded lengths, for a trial."""
+    """Divisor of the recorded lengths, for a short trial."""
     url: str | None = None
-    """Address of a server, without /v1, that is timed in place of an engine."""
+    """Address of a server to time instead of an engine, without /v1."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
         "Vanilla",
         "RandomEviction",
     )
-    """Cache policies that are timed, by name."""
+    """Cache policies to time, by name."""
     memory_gb: float | None = None
-    """Gigabytes of the page pool; what the sessions can need unless given."""
+    """Gigabytes of the page pool; by default enough for all sessions."""
     prefix_gb: float = 16.0
     """Gigabytes of host memory for prefixes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -87,7 +86,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Tokens of one turn of a session: those that come with it, and those of its answer."""
+    """Tokens of one turn of a session: the new ones of its prompt, and those of its answer."""
 
     more: int
     answer: int
@@ -95,7 +94,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of a session: its turns, and how many of the first prompt all sessions share."""
+    """Tokens of a session: its turns, and the part of the first prompt that all sessions share."""
 
     turns: list[Turn]
     shared: int
@@ -105,7 +104,7 @@ class Lengths:
         """Reads the recording.
 
         Raises:
-          ConfigError: it has fewer turns than are asked for.
+          ConfigError: it has fewer turns than requested.
         """
         found = json.loads(RECORDING.read_text())
         prompts, answers = found["prompts"], found["answers"]
@@ -138,7 +137,7 @@ class Prompts:
         return self._random.integers(0, self._vocabulary, count).tolist()
 
     def grow(self, answers: list[list[int]], more: int) -> None:
-        """Adds the last answers and what comes with the next turn."""
+        """Adds the last answers and the tokens of the next turn."""
         for prompt, answer in zip(self.now, answers, strict=True):
             prompt += answer + self.tokens(more)
 
@@ -147,9 +146,9 @@ def figures_of(prompts: list[list[int]], begun: list[float], cached: int) -> dic
     """Returns the figures of a turn.
 
     Args:
-      prompts: what the sessions have sent.
+      prompts: the prompts of the sessions.
       begun: seconds until the first token of each.
-      cached: tokens of the prompts that were cached.
+      cached: cached tokens of the prompts.
     """
     return dict(
         prompt=len(prompts[0]),
@@ -172,7 +171,7 @@ def run_sessions(
         memory=None if config.memory_gb is None else config.memory_gb * 1e9,
         prefix_cache=prefix_cache,
     )
-    engine.warm()  # as a server is: requests come while it runs
+    engine.warm()  # like a server: requests come while it runs
     prompts = Prompts(config, lengths, model.config.vocab_size)
     turns, answers = [], []
     for number, turn in enumerate(lengths.turns):
@@ -221,7 +220,7 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
                 f"--url {url}: {short} of {len(answers)} answers have no usage, or not the "
                 f"{turn.answer} tokens that were asked for."
             )
-        # Tokens need not have a text: special ones have none.
+        # Special tokens have no text.
         begun = [each.parts[0] if each.parts else each.seconds for each in answers]
         turns.append(figures_of(prompts.now, begun, sum(each.cached for each in answers)))
     return dict(turns=turns)
@@ -255,7 +254,7 @@ def main(config: Config) -> None:
             f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
             flush=True,
         )
-        # Only now: a card that this process held would be missing to the server.
+        # Only now: a card held by this process would be unavailable to the server.
         write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
         return
     results: dict[str, Any] = about(config) | dict(rows=[])

@@ -1,16 +1,16 @@
-"""Times whole decode steps on the device: real model shapes, random weights, a cache at its length.
+"""Times whole decode steps on the device: real model shapes, random weights, a filled cache.
 
-For each shape: the plain cache and eviction drawn at random to leave a quarter and an eighth of
-the tokens. Reports milliseconds a step, tokens a second, cache bytes, the largest batch that fits,
-and the share of the step's own roofline: weights and live keys and values read once, at the rate
-that a large read reaches on this card in the same run. Of experts the roofline counts those that a
-step of so many tokens reads (`Experts.read_by`), and of sliding layers the window.
+For each shape: the plain cache, and random eviction to a quarter and an eighth of the tokens.
+Reports milliseconds a step, tokens a second, cache bytes, the largest batch that fits, and the
+share of the step's roofline: weights and live keys and values read once, at the rate of a large
+read on this card in the same run. The roofline counts only experts that a step of so many tokens
+reads (`Experts.read_by`), and the window of sliding layers.
 
-`--heads` says how the live tokens are spread over the heads, at the same total: between empty and
-twice the mean ("uneven", as learned eviction leaves them), all alike ("even", as a fixed budget
-does), or a few heads near dense and the window alone in the others ("few"). With `--model-parallel`
-heads, feed-forward and vocabulary are split over so many devices, and the roofline is that of the
-device that reads the most. `--profile-below 1` adds what the kernels of a step take.
+`--heads` sets the distribution of live tokens over heads, at the same total: between empty and
+twice the mean ("uneven", like learned eviction), equal ("even", like a fixed budget), or a few
+heads near dense and only the window in the others ("few"). With `--model-parallel` heads,
+feed-forward and vocabulary are split over that many devices, and the roofline is that of the device
+that reads the most. `--profile-below 1` adds the times of the kernels of a step.
 
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --cudnn
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
@@ -52,7 +52,7 @@ from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_o
 from experiments.benchmarks.timing import about
 
 Heads = Literal["uneven", "even", "few"]
-NEAR_DENSE = 0.95  # of what a head can hold beyond the window
+NEAR_DENSE = 0.95  # share of the tokens beyond the window
 Size = tuple[int, int]  # devices over which sequences and heads are split
 
 
@@ -61,15 +61,15 @@ class Config:
     """Time decode steps."""
 
     shapes: tuple[Shape, ...] = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")
-    """Models whose shapes are timed, with random weights."""
+    """Model shapes to time, with random weights."""
     batch: int = 32
-    """Sequences that are decoded at a time, by each of `data_parallel`."""
+    """Sequences decoded at a time, on each of `data_parallel`."""
     context: int = 8192
-    """Tokens that each sequence has seen."""
+    """Earlier tokens of each sequence."""
     ratios: tuple[int, ...] = (1, 4, 8)
     """Compression ratios of the live tokens; 1 is the plain cache."""
     heads: tuple[Heads, ...] = ("uneven",)
-    """How live tokens are spread over the heads, at the same total."""
+    """Distribution of live tokens over heads, at the same total."""
     window: int = 128
     """Tokens that no head evicts."""
     chunk: int = 32
@@ -77,17 +77,17 @@ class Config:
     repeats: int = 5
     """Timed programs; the median counts."""
     model_parallel: tuple[int, ...] = (1,)
-    """Devices over which heads, feed-forward and vocabulary are split; several take turns."""
+    """Devices over which heads, feed-forward and vocabulary are split; several values alternate."""
     data_parallel: tuple[int, ...] = (1,)
-    """Devices, or groups of `model_parallel` devices, with sequences of their own; likewise."""
+    """Devices, or groups of `model_parallel` devices, with separate sequences; likewise."""
     turns: int = 1
-    """How often each row is timed; the turn with the median counts."""
+    """Timings of each row; the median turn counts."""
     cudnn: bool = False
     """Also time the step with cuDNN attention on a contiguous dense cache."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     profile_below: float = 0.0
-    """Profile rows whose share of the roofline is less, and report what their kernels take."""
+    """Profile rows below this share of the roofline, and report their kernel times."""
     picture: pathlib.Path | None = None
     """A folder with reports, decode_steps*.json: time nothing, draw them into a PNG beside
     --out."""
@@ -107,7 +107,7 @@ class Config:
 
 
 def check_ratios(ratios: Sequence[int], context: int, window: int) -> None:
-    """Raises ConfigError if a ratio asks for fewer tokens than the window keeps."""
+    """Raises ConfigError if a ratio keeps fewer tokens than the window."""
     least = context / max(ratios)
     if max(ratios) > 1 and least < window + 1:
         raise dms_jax.ConfigError(
@@ -123,7 +123,7 @@ def read_rate() -> float:
 
     @jax.jit
     def read(x):
-        # Each sum needs the one before, so that none can be left out or run at the same time.
+        # Each sum depends on the previous one, so that none can be skipped or run in parallel.
         return jax.lax.fori_loop(
             0, 16, lambda _, c: jnp.sum(x * c.astype(x.dtype), dtype=jnp.float32) * 1e-9 + 1, 1.0
         )
@@ -132,7 +132,7 @@ def read_rate() -> float:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> float:
-    """Median wall-clock seconds of a call, its result awaited."""
+    """Median wall-clock seconds of a call, including waiting for its result."""
     for _ in range(warmup):
         jax.block_until_ready(call())
     times = []
@@ -146,7 +146,7 @@ def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> fl
 def row_lengths(
     config: Config, model: dms_jax.LanguageModel, ratio: int, spread: Heads = "uneven"
 ) -> np.ndarray:
-    """Draws [L, B, K] live tokens with mean context / ratio, spread over the heads as it says.
+    """Draws [L, B, K] live tokens with mean context / ratio, distributed over the heads.
 
     Rows of sliding layers hold their window.
     """
@@ -174,7 +174,7 @@ def _growing_lengths(
         even[: total % count] += 1
         lengths = even.reshape(lengths.shape)
     elif spread == "few":
-        # A few heads hold nearly everything, one what is left, and the others the window.
+        # A few heads hold nearly everything, one the remainder, and the others the window.
         dense = least + round(NEAR_DENSE * far)
         few = np.full(count, least)
         full, rest = divmod(total - few.sum(), dense - least)
@@ -187,9 +187,9 @@ def _growing_lengths(
 def filled_runner(
     config: Config, model: dms_jax.LanguageModel, policy: Any, lengths: np.ndarray, ratio: int
 ) -> Runner:
-    """Returns a cache at its length, with random contents."""
+    """Returns a filled cache with random contents."""
     steps = (config.repeats + 3) * config.chunk
-    # Each device has as many pages as the one whose heads are the longest.
+    # Each device has as many pages as the one with the longest heads.
     each = by_device(np.ceil((lengths + steps) / 64), model)
     lanes, pages = lengths.shape[1], len(each) * int(each.max())
     runner = Runner(model, policy, num_lanes=lanes, num_pages=pages, page_size=64)
@@ -227,13 +227,13 @@ def filled_runner(
         seen=np.full(lanes, config.context, np.int32),
         row_state=row_state,
     )
-    # Where a program leaves them: it is compiled once more for a cache that lies elsewhere.
+    # Placed as a program leaves them; for another placement it would compile again.
     runner.cache = jax.device_put(filled, places)
     return runner
 
 
 def parallel(model: dms_jax.LanguageModel) -> tuple[int, int]:
-    """Returns over how many devices sequences and heads of a model are split: (data, model)."""
+    """Returns the numbers of devices over which sequences and heads are split: (data, model)."""
     data, _, split = mesh_sizes(model.mesh)
     return data, split
 
@@ -246,7 +246,7 @@ def by_device(rows: np.ndarray, model: dms_jax.LanguageModel) -> np.ndarray:
 
 
 def policy_of(context: int, window: int, ratio: int) -> Policy:
-    """Eviction at random that leaves context / ratio tokens; the plain cache at a ratio of 1."""
+    """Random eviction that leaves context / ratio tokens; the plain cache at a ratio of 1."""
     if ratio == 1:
         return dms_jax.Vanilla()
     kept = (context / ratio - window - 1) / (context - window - 1)
@@ -267,7 +267,7 @@ def time_paged(
     data, split = parallel(model)
     seconds, live_reads, run = time_runner(config, runner)
     entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
-    # The step waits for the device that reads the most.
+    # A step takes as long as the device that reads the most.
     most = float(by_device(lengths, model).max() / lengths.sum())
     pages = by_device(np.ceil(lengths / 64), model)
     sequence_bytes = float(pages.max()) * 64 * entry / config.batch
@@ -294,7 +294,7 @@ def time_in_turns(
 ) -> dict[tuple[Size, Heads], dict[str, Any]]:
     """Returns the figures of the median turn of each model and spread, and all milliseconds.
 
-    Each turn has a cache of its own, so that the memory holds one at a time.
+    Each turn has a new cache, so that the memory holds one at a time.
     """
     spreads = config.heads if ratio > 1 else config.heads[:1]
     turns = {key: list[dict[str, Any]]() for key in itertools.product(models, spreads)}
@@ -314,9 +314,9 @@ def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[
     """Times the steps of a filled cache.
 
     Returns:
-      The seconds of a step, the entries that it reads, and what runs one more program of steps.
+      The seconds of a step, the entries that it reads, and a function that runs one more program.
     """
-    # All different: equal tokens would go to the same experts.
+    # All different, because equal tokens would go to the same experts.
     lanes = runner.num_lanes
     tokens = np.arange(lanes, dtype=np.int32)
     remaining = np.full(lanes, 10**6, np.int32)
@@ -345,15 +345,15 @@ def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[
 def roofline(
     model: dms_jax.LanguageModel, batch: int, cache_bytes: float, rate: float, seconds: float
 ) -> dict:
-    """Compares a step with reading every weight that it uses, and the live cache, once.
+    """Compares a step with reading its weights and the live cache once.
 
-    Of experts it uses those that a token of the batch goes to, where routes are random.
+    It reads the experts of the batch's tokens, with random routes.
 
     All bytes are those of one device.
     """
     weights = device_bytes(model.transformer)
     if not model.config.tie_embeddings:
-        weights -= device_bytes(model.transformer.embedding)  # a step looks up a few rows of it
+        weights -= device_bytes(model.transformer.embedding)  # a step reads only a few rows of it
     if (experts := model.config.experts) is not None:
         mlp = model.transformer.layers.mlp
         matrices = device_bytes((mlp.gate_up_proj, mlp.down_proj))
@@ -369,12 +369,12 @@ def roofline(
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns the bytes that the first device has of the arrays of a tree."""
+    """Returns the bytes of a tree's arrays on the first device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def largest_batch(model: dms_jax.LanguageModel, sequence_bytes: float) -> int | None:
-    """Sequences at this length that fit beside the weights in nine tenths of a device's memory."""
+    """Sequences of this length that fit with the weights in nine tenths of a device's memory."""
     stats = jax.devices()[0].memory_stats()
     if not stats:
         return None
@@ -387,7 +387,7 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     shape = model.config
     size = config.context + (config.repeats + 3) * config.chunk
     size = -(-size // 64) * 64
-    # Arrays and layers of their own: nothing is sliced out of a stack before cuDNN reads it.
+    # A separate array per layer, so that nothing is sliced out of a stack for cuDNN.
     layer_shape = (config.batch, size, shape.num_kv_heads, shape.head_dim)
     keys = jax.random.split(jax.random.key(1), 2 * shape.num_layers)
     fill = jax.jit(lambda key: jax.random.normal(key, layer_shape, model.dtype))
@@ -441,12 +441,12 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
 
 
-# transformers takes many times as long: its bar ends at the edge, its number says how long it is.
+# transformers takes many times as long: its bar is cut at the edge and labelled with its length.
 WIDEST_MS = 19.0
 
 
 def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
-    """Draws every row of the reports of a folder beside its own roofline.
+    """Draws every row of a folder's reports beside its roofline.
 
     Raises:
       ConfigError: there is no report.
@@ -507,7 +507,7 @@ def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def break_bar(axis: Any, place: int) -> None:
-    """Cuts a bar that goes on beyond the axis: two slanted lines, and white between them."""
+    """Marks a bar cut at the axis with two slanted lines and white between them."""
     at, slant = 0.72 * WIDEST_MS, 0.12
     left, right = (([at + dx - slant, at + dx + slant]) for dx in (0, 0.35))
     edges = [place + 0.45, place - 0.45]
@@ -517,7 +517,7 @@ def break_bar(axis: Any, place: int) -> None:
 
 
 def main(config: Config) -> None:
-    """Times everything and writes the figures, or draws those of before."""
+    """Times everything and writes the figures, or draws earlier ones."""
     make_place("--out", config.out)
     if config.picture is not None:
         draw_picture(config.picture, config.out.with_suffix(".png"))

@@ -1,25 +1,25 @@
-r"""Times the engine as users call it: many prompts of mixed lengths, sampled, in one call.
+r"""Times the engine in whole calls: many sampled prompts of mixed lengths.
 
-Real model shapes, random weights, random prompts. Answers have lengths of their own (log-normal),
-so that lanes are refilled one by one. The first call compiles; `runs` are whole calls after it, and
-with `--profile` one more short call runs under jax's profiler, and what of every program the device
-ran is reported (`traces`). With --clients requests come one by one, as they come to a server, and
-programs are compiled before time begins.
+Real model shapes, random weights, random prompts. Answer lengths vary (log-normal), so that lanes
+are refilled one by one. The first call compiles; `runs` are whole calls after it. With `--profile`
+one more short call runs under jax's profiler, and the device time of every program is reported
+(`traces`). With --clients requests arrive one by one, as at a server, and programs are compiled
+before timing.
 
-`--host` times the host instead, without a device to wait for. The programs of
-`dms_jax.generation.programs` are replaced by those of the tests of the host, which compute nothing
-but what the host reads (`tests/support/fake_programs.py`), and the model is narrow: what is left of
-a call is almost the host's alone. Reported, in milliseconds, medians over the turns of all runs:
+`--host` times the host instead, without a device to wait for. Fake programs
+(`tests/support/fake_programs.py`), which compute only the values that the host reads, replace those
+of `dms_jax.generation.programs`, and the model is narrow, so that a call takes almost only host
+time. Reported, in milliseconds, medians over the turns of all runs:
 
-- **to_prompts**: from the arrival of the results that a turn waits for to the launch of newcomers'
-  prompts, and **to_steps**: to that of the next steps, where nobody has come. The last steps of a
-  chunk run on meanwhile, if they take as long; behind those of a whole chunk the device is idle.
-- **prompts_to_steps**: from the first to the last of these launches, where some have come.
+- **to_prompts**: from the arrival of the results that a turn waits for to the launch of new
+  prompts, and **to_steps**: to the launch of the next steps if there are no new prompts. Meanwhile
+  the last steps of a chunk run, if they take as long; after a whole chunk the device is idle.
+- **prompts_to_steps**: from the first to the last of these launches, if there are new prompts.
 - **to_first_launch**: from the call to its first program.
-- **turn**: the whole call over its programs of steps, of which a chunk has several (under a
-  grammar each is of one step).
-- **step**: the processor time of the engine's thread over the steps of all lanes. Threads that
-  compute masks, and what runs beside the benchmark, do not count.
+- **turn**: the whole call divided by its programs of steps, several per chunk (with a grammar each
+  has one step).
+- **step**: the CPU time of the engine's thread divided by the steps of all lanes. Threads that
+  compute masks, and other processes, do not count.
 
     python -m experiments.benchmarks.engine --shape qwen2.5-1.5b --lanes 256 --requests 256 \
         --prompts 105 105 --new-tokens 300 --temperature 0 --profile
@@ -68,34 +68,36 @@ class Config:
     """Time the engine."""
 
     shape: Shape = "qwen2.5-0.5b"
-    """Model whose shape is timed, with random weights; with --host its layers and KV heads."""
+    """Model shape to time, with random weights; with --host only its layers and KV heads."""
     lanes: int = 256
-    """Sequences that are decoded at a time."""
+    """Sequences decoded at a time."""
     requests: int = 1500
-    """Prompts of one call, which take turns in the lanes."""
+    """Prompts of one call."""
     clients: int | None = None
-    """Clients who each send a request when they have the answer to the one before; all requests are
-    there from the beginning unless given."""
+    """Clients that each send the next request after an answer; by default all requests come at
+    once.
+    """
     prompts: tuple[int, int] = (20, 190)
     """Tokens of the shortest and the longest prompt; uniform between them."""
     new_tokens: int = 275
-    """Tokens of an answer in the mean, and half of the longest."""
+    """Mean tokens of an answer; the longest has twice as many."""
     chunk: int = 32
     """Decode steps between two looks at the requests."""
     temperature: float = 0.7
-    """Temperature that tokens are drawn at; top-p is 0.95."""
+    """Sampling temperature; top-p is 0.95."""
     runs: int = 2
-    """Calls that are timed after the first, which compiles."""
+    """Timed calls after the first, which compiles."""
     profile: bool = False
     """Also profile a short call: two chunks of steps, and an eighth of the lanes refilled."""
     host: bool = False
-    """Time the host's part alone, on any machine."""
+    """Time only the host, on any machine."""
     regex: str | None = None
-    """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost the
-    host."""
+    """Regular expression that answers must match, such as "(.|\\n)*": to time grammars on the host.
+    """
     tokenizer: pathlib.Path | None = None
-    """Directory with a tokenizer.json, whose vocabulary the model of --regex then has: that of the
-    shipped model, 512 tokens, unless given."""
+    """Directory with a tokenizer.json for the model of --regex; by default the shipped one of 512
+    tokens.
+    """
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/engine.json")
@@ -111,11 +113,11 @@ class Config:
 
 
 class Clients:
-    """Clients who each have one request in an engine at a time.
+    """Clients with one request each in an engine at a time.
 
     Args:
-      requests: all of them, numbered in their order.
-      count: how many clients there are.
+      requests: all requests, numbered in order.
+      count: number of clients.
     """
 
     def __init__(self, requests: list[Request], count: int):
@@ -124,20 +126,20 @@ class Clients:
 
     def incoming(self, wait: bool) -> list[Request] | None:
         """Returns the next requests; see `dms_jax.generation.engine.Incoming`."""
-        del wait  # they never come later than an answer
+        del wait  # they never arrive later than an answer
         free = min(self._count - len(self._asked), len(self._coming))
         came = [self._coming.popleft() for _ in range(free)]
         self._asked.update(each.index for each in came)
         return came if self._asked else None
 
     def told(self, update: Update) -> None:
-        """Takes note of an answer that has ended."""
+        """Records an ended answer."""
         if update.finished:
             self._asked.remove(update.index)
 
 
 def sampling_of(config: Config) -> dms_jax.Sampling:
-    """Returns how tokens are drawn."""
+    """Returns the sampling."""
     return dms_jax.Sampling(
         temperature=config.temperature,
         top_p=0.95,
@@ -147,7 +149,7 @@ def sampling_of(config: Config) -> dms_jax.Sampling:
 
 
 def requests_of(config: Config, model: dms_jax.LanguageModel, seed: int) -> list[Request]:
-    """Draws prompts, each with an answer of its own length."""
+    """Draws prompts and answer lengths."""
     random = np.random.default_rng(seed)
     lengths = random.integers(config.prompts[0], config.prompts[1] + 1, config.requests)
     prompts = [random.integers(0, model.config.vocab_size, size).tolist() for size in lengths]
@@ -162,7 +164,7 @@ def requests_of(config: Config, model: dms_jax.LanguageModel, seed: int) -> list
 
 
 def serve(config: Config, model: dms_jax.LanguageModel, requests: list[Request]) -> dict[str, Any]:
-    """Serves requests by a new engine, all at once or as clients send them; returns the figures."""
+    """Serves requests with a new engine, all at once or by clients; returns the figures."""
     longest = config.prompts[1] + 2 * config.new_tokens
     engine = Engine(model, num_lanes=config.lanes, max_tokens=longest, chunk=config.chunk)
     source = Source(requests, sampling_of(config))
@@ -220,7 +222,7 @@ def time_calls(config: Config) -> dict[str, Any]:
 
 
 class Marks:
-    """When the results of steps arrived, and when programs were launched."""
+    """The times at which results of steps arrived and programs were launched."""
 
     def __init__(self):
         self.events: list[tuple[str, float]] = []
@@ -228,7 +230,7 @@ class Marks:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """A context in which the programs are those of the tests, and are noted."""
+        """A context with fake programs whose launches are recorded."""
         names = {program: name for name, program in FAKES.items()}
         call, read = Program.__call__, Packed.read
 
@@ -254,7 +256,7 @@ class Marks:
     def take(self) -> dict[str, list[float]]:
         """Returns the milliseconds of each kind since the last call; see the module."""
         found: dict[str, list[float]] = dict(to_prompts=[], to_steps=[], prompts_to_steps=[])
-        since: dict[str, float] = {}  # of this turn: the chunk, and the first prompts
+        since: dict[str, float] = {}  # launches of this turn: the chunk, and the first prompts
         for name, now in self.events:
             if name == "chunk" and "extend" not in since:  # else one that ran on
                 since = {name: now}
@@ -272,7 +274,7 @@ class Marks:
 
 
 def narrow_model(config: Config) -> dms_jax.LanguageModel:
-    """Returns a narrow model; with a tokenizer if answers are to match a grammar.
+    """Returns a narrow model; with a tokenizer if answers have a grammar.
 
     Raises:
       ConfigError: the tokenizer has no end token.
@@ -290,7 +292,7 @@ def narrow_model(config: Config) -> dms_jax.LanguageModel:
 
 
 def time_host(config: Config) -> dict[str, Any]:
-    """Returns the milliseconds of each kind: their median, and of how many."""
+    """Returns the median milliseconds of each kind, and their count."""
     model, marks = narrow_model(config), Marks()
     kinds: dict[str, list[float]] = collections.defaultdict(list)
     with marks.noted():
@@ -311,7 +313,7 @@ def time_host(config: Config) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
-    """Times the calls, or the host, and writes the figures."""
+    """Times calls or the host, and writes the figures."""
     make_place("--out", config.out)
     results = {"milliseconds": time_host(config)} if config.host else time_calls(config)
     write_json(config.out, provenance(config) | results)

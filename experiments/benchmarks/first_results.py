@@ -1,10 +1,10 @@
-"""Times what a newcomer types until a token, a comparison, a retrofit, a server is to be seen.
+"""Times a newcomer's commands to a first token, a comparison, a retrofit and a server.
 
-Each step is a process of its own, as it is typed, in an empty folder with an empty cache of
-compiled programs; the steps of the three commands of the documentation share one folder and one
-cache. What counts is processor time, of all threads: wall seconds and the load of the machine stand
-beside it, because other processes may want the cores too. With `--again` each step is typed again,
-with its programs in the cache. The models and texts ship; nothing is downloaded.
+Each step runs as a separate process in an empty folder with an empty compile cache; the three
+commands of the documentation share one folder and cache. The main figure is CPU time of all
+threads, with wall seconds and machine load beside it, because other processes may use the cores.
+With `--again` each step runs again with a filled cache. The models and texts ship; nothing is
+downloaded.
 
     python -m experiments.benchmarks.first_results
     python -m experiments.benchmarks.first_results --only token server --again 3
@@ -34,19 +34,19 @@ from experiments.benchmarks.settings import check_numbers
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 BLOCK = "block.py"  # the block of README.md that retrofits, as a file
-LONGEST = 7200  # seconds that a step may take
+LONGEST = 7200  # timeout of a step, seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What is typed.
+    """A command.
 
     Attributes:
-      what: where a reader finds it.
-      command: how it is typed.
-      folder: steps of one folder follow each other in it, the first of them with nothing compiled.
-      figures: the JSON file that it leaves there and what of it is recorded beside the seconds,
-        as the key of its rows and the fields of each; None if it leaves none.
+      what: its place in the documentation.
+      command: the command line.
+      folder: steps of one folder run in sequence, the first with an empty compile cache.
+      figures: the JSON file that it writes there, with the key and the fields of the rows to
+        record; None if it writes none.
     """
 
     what: str
@@ -109,9 +109,9 @@ class Config:
     """Time first results."""
 
     only: tuple[str, ...] = tuple(STEPS)
-    """Steps to time, by name; story and frontier need what retrofit leaves."""
+    """Steps to time, by name; story and frontier need the files of retrofit."""
     again: int = 0
-    """How often each is typed again."""
+    """Repetitions of each step."""
     out: pathlib.Path = pathlib.Path("runs/first_results/times.json")
     """JSON file for the figures, which are written after every step."""
 
@@ -120,7 +120,7 @@ class Config:
 
 
 def words_of(command: str) -> list[str]:
-    """A command as a process of this Python."""
+    """The command line for a process of this Python."""
     program, *options = shlex.split(command)
     return [
         sys.executable,
@@ -143,7 +143,7 @@ def block() -> str:
 
 
 def typed(command: str, work: pathlib.Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs a command to its end, or a server until it has answered; returns what it tells.
+    """Runs a command to its end, or a server until it has answered; returns its output.
 
     Raises:
       DmsJaxError: it failed.
@@ -198,7 +198,7 @@ def timed(step: Step, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def figures(work: pathlib.Path, file: str, key: str, fields: tuple[str, ...]) -> Any:
-    """What of a file of results is recorded: of rows with names by name, of others in order."""
+    """Returns the recorded part of a results file: named rows by name, others in order."""
     rows = json.loads((work / file).read_text(encoding="utf-8"))[key]
     chosen = [
         {field: row[field] for field in fields}
@@ -208,7 +208,7 @@ def figures(work: pathlib.Path, file: str, key: str, fields: tuple[str, ...]) ->
 
 
 def main(config: Config) -> list[dict[str, Any]]:
-    """Runs the steps one after the other, writes the figures as they come, and returns them."""
+    """Runs the steps in sequence, writes the figures after each, and returns them."""
     check_names("--only", config.only, STEPS)
     make_place("--out", config.out)
     rows: list[dict[str, Any]] = []

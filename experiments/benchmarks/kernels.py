@@ -1,7 +1,7 @@
-"""Times each kernel of the library on one GPU beside what else could do its work.
+"""Times each kernel of the library on one GPU beside its alternatives.
 
 - **decode**: decode attention beside cuDNN on dense rows, jax's stock Pallas kernel and XLA. Rates
-  count the bytes of live keys and values, once. Where rows differ in length cuDNN has no form.
+  count the bytes of live keys and values once. cuDNN does not support rows of different lengths.
 - **write**: the write of a step's new keys and values into their pages, beside XLA's scatter.
 - **select**: the largest scores of each row (Quest, KCache), beside XLA's two sorts.
 - **fetch**: values out of host memory (KCache), beside a gather by the host's processor.
@@ -9,8 +9,8 @@
 - **training**: attention with the DMS mask, beside cuDNN's plain causal attention and, where
   PyTorch is installed, FlexAttention with the same mask; and the memory of forward and backward.
 
-Everything is checked on fresh random data before it is timed. Of the first four a chain of calls
-runs in one program, each over data of its own; of the last two the kernels' own times count.
+Everything is checked on fresh random data before timing. The first four run a chain of calls in one
+program, each over separate data; for the last two the kernels' own times count.
 
     python -m experiments.benchmarks.kernels --kernel decode --out experiments/results/kernels
     python -m experiments.benchmarks.kernels --kernel training \
@@ -44,7 +44,7 @@ from pallas_kernels.update import cases as write_cases
 
 
 class Table(NamedTuple):
-    """A kernel that is timed case by case: the cases, the contenders, and what times one of them.
+    """A kernel's cases and contenders, and the function that times one of them.
 
     `measure` takes a case, a contender and a seed, and returns the figures; None if the contender
     does not take part in this case.
@@ -81,16 +81,16 @@ class Config:
     """Time a kernel."""
 
     kernel: Literal["decode", "write", "select", "fetch", "prefill", "training"] = "decode"
-    """What is timed."""
+    """Kernel to time."""
     cases: tuple[str, ...] = ()
-    """Cases to time, by name; all unless given. A chunk of a prompt has none."""
+    """Cases to time, by name; all unless given. Kernel "prefill" has none."""
     only: tuple[str, ...] = ()
     """Contenders of decode, write, select and fetch, such as mosaic_gpu or cudnn; all unless
     given."""
     implementation: Literal["mosaic_gpu", "mosaic_mma", "xla"] = "mosaic_gpu"
-    """What serves prompts, and training attention with DMS's mask."""
+    """Implementation of prefill and training attention."""
     extend: bool = False
-    """Keep the other records of a report of decode, write, select or fetch that is there."""
+    """Keep other records of an existing report of decode, write, select or fetch."""
     picture: pathlib.Path | None = None
     """A folder with decode.json or training_kernels.json: time nothing, draw them into --out."""
     out: pathlib.Path = pathlib.Path("runs/kernels")
@@ -109,7 +109,7 @@ def time_table(
         record = {"case": case.name, "implementation": name}
         try:
             figures = table.measure(case, name, report["seed"])
-        except Exception as reason:  # A contender that cannot serve is part of the result.
+        except Exception as reason:  # A refusal of a contender is part of the result.
             figures = {"failed": f"{type(reason).__name__}: {reason}".splitlines()[0][:200]}
         if figures is None:
             continue
@@ -146,7 +146,7 @@ def main(config: Config) -> None:
         make_folder("--out", config.out)
         draw_pictures(config.picture, config.out)
         return
-    if table is None:  # PyTorch's FlexAttention wants memory beside jax, which has not started yet
+    if table is None:  # PyTorch's FlexAttention needs memory beside jax, which has not started yet
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     require_gpu()
     make_folder("--out", config.out)
@@ -179,7 +179,7 @@ def main(config: Config) -> None:
 
 # -- pictures --------------------------------------------------------------------------------------
 
-# Cases of the picture, in the words of readers; decode.json has all of them.
+# Cases of the picture, with readable names; decode.json has all of them.
 PICTURED = {
     "rows128_32768": "128 rows of 32,768",
     "rows512_4096": "512 rows of 4,096",
@@ -196,7 +196,7 @@ TRAINING_CONTENDERS = {
 
 
 def draw_pictures(source: pathlib.Path, out: pathlib.Path) -> None:
-    """Draws the reports that a folder has.
+    """Draws the reports of a folder.
 
     Raises:
       ConfigError: it has none.
@@ -236,7 +236,7 @@ def draw_decode(report: dict[str, Any], path: pathlib.Path) -> None:
     size = (10, 0.25 * sum(map(len, bars)) + 2)
     figure, axes = pyplot().subplots(figsize=size, layout="constrained")
     place, middles = 0.0, []
-    for found in bars:  # those of a case below each other, and a gap before the next case
+    for found in bars:  # bars of a case below each other, and a gap before the next case
         middles.append(place + (len(found) - 1) / 2)
         for name, record in found:
             label, colour = CONTENDERS[name]

@@ -34,7 +34,7 @@ from pallas_kernels.select.cases import SelectCase
 from pallas_kernels.update.cases import WriteCase
 from pallas_kernels.update.reference import rotated
 
-# Above this, XLA's gathered copies and the stock kernel's split are not worth their time.
+# Above this, XLA's gathered copies and the stock kernel's split take too long to time.
 _SLOW_BYTES = 1_100_000_000
 _KV_HEADS = 8
 
@@ -52,13 +52,13 @@ def paged(case: DecodeCase, q, pools, lengths, implementation: str, plan_inside:
         "implementation": implementation,
     }
     plan = jax.jit(functools.partial(decode_plan, **arguments))(lengths)
-    # Lengths of their own, or one plan would be shared by the chain.
+    # Separate lengths; otherwise the chain would share one plan.
     inputs = [(pools[i % len(pools)], jnp.array(lengths)) for i in range(CALLS)]
 
     def call(q, pool_and_lengths, plan):
         pool, lengths = pool_and_lengths
         if plan_inside:
-            # No plan is made before its turn.
+            # The plan may not be made before its turn.
             q, lengths = jax.lax.optimization_barrier((q, lengths))
             plan = None
         return attention(case, q, pool, lengths, plan=plan, implementation=implementation)
@@ -138,7 +138,7 @@ def error_of(case: DecodeCase, q, pool, lengths, implementation: str) -> float:
 
 
 def measure_decode(case: DecodeCase, name: str, seed: int) -> dict[str, Any] | None:
-    """Checks and times one contender; None where it is not one for this case."""
+    """Checks and times one contender; None if it does not take part in this case."""
     implementation = name.split(",")[0]
     plain = case.dtype == "bfloat16" and case.pages_dtype is None
     if name in ("xla", "stock pallas") and case.live_bytes >= _SLOW_BYTES:
@@ -182,7 +182,7 @@ def read_rate() -> float:
 
 
 def draw_pool(case: WriteCase, key: jax.Array) -> dict[str, jax.Array]:
-    """Draws the arrays that are written to."""
+    """Draws the arrays to write to."""
     pool = {}
     for name, one in zip(("k", "v"), jax.random.split(key), strict=True):
         shape = (case.pages, case.page_size, case.head_dim)
@@ -193,7 +193,7 @@ def draw_pool(case: WriteCase, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def draw_rows(case: WriteCase, key: jax.Array) -> dict[str, Any]:
-    """Draws what one write brings, and where to."""
+    """Draws the inputs of one write."""
     keys = jax.random.split(key, 4)
     rows = {
         "pages": jax.random.permutation(keys[0], case.pages)[: case.rows].astype(jnp.int32),
@@ -214,7 +214,7 @@ def draw_rows(case: WriteCase, key: jax.Array) -> dict[str, Any]:
 
 
 def written(pool: dict, rows: dict, implementation: str) -> dict:
-    """The pool after one write, and the queries that were rotated with it."""
+    """The pool after one write, and the rotated queries."""
     if "heads" in rows:
         after = rotate_and_write(**pool, **rows, implementation=implementation)
         return dict(zip(("q", "k_pages", "v_pages"), after, strict=True))
@@ -224,9 +224,9 @@ def written(pool: dict, rows: dict, implementation: str) -> dict:
 
 
 def writes_right(case: WriteCase, implementation: str, key: jax.Array) -> bool:
-    """Whether the slots named hold what is new, and all others what they held.
+    """Whether the given slots hold the new entries, and all others are unchanged.
 
-    To the bit, but for what is rotated: that may differ by one rounding.
+    Bit for bit, except for rotated entries, which may differ by one rounding.
     """
     before, rows = draw_pool(case, key), draw_rows(case, jax.random.fold_in(key, 1))
     after = jax.jit(functools.partial(written, implementation=implementation))(before, rows)
@@ -249,14 +249,14 @@ def writes_right(case: WriteCase, implementation: str, key: jax.Array) -> bool:
 
 
 def _one_rounding(got: jax.Array, want: jax.Array) -> jax.Array:
-    """Whether numbers are the same, but for one rounding to their dtype."""
+    """Whether numbers are equal up to one rounding in their dtype."""
     apart = jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32))
     unit = float(jnp.finfo(want.dtype).eps)
     return (apart <= unit * jnp.abs(want.astype(jnp.float32)) + 1e-6).all()
 
 
 def measure_write(case: WriteCase, implementation: str, seed: int) -> dict[str, Any]:
-    """Checks and times one implementation, over a pool that no cache holds."""
+    """Checks and times one implementation, over a pool larger than any cache."""
     key = jax.random.key(seed)
     right = writes_right(case, implementation, key)
     steps = [draw_rows(case, jax.random.fold_in(key, 2 + i)) for i in range(CALLS)]
@@ -264,10 +264,10 @@ def measure_write(case: WriteCase, implementation: str, seed: int) -> dict[str, 
     @functools.partial(jax.jit, donate_argnums=0)
     def chain(pool, steps):
         for rows in steps:
-            # Nothing of a write is done before its turn.
+            # No part of a write may run before its turn.
             pool, rows = jax.lax.optimization_barrier((pool, rows))
             after = written(pool, rows, implementation)
-            # Queries that nobody asks for would not be rotated by XLA.
+            # XLA would not rotate unused queries.
             kept = jax.lax.optimization_barrier(after)
             pool = {name: kept[name] for name in pool}
         return pool
@@ -297,7 +297,7 @@ def measure_select(case: SelectCase, implementation: str, seed: int) -> dict[str
     def chain(steps):
         found = []
         for scores in steps:
-            # Nothing of a selection is done before its turn.
+            # No part of a selection may run before its turn.
             scores, found = jax.lax.optimization_barrier((scores, found))
             found.append(select(scores))
         return found
@@ -314,7 +314,7 @@ def measure_select(case: SelectCase, implementation: str, seed: int) -> dict[str
 
 
 class FetchCase(NamedTuple):
-    """Rows that one call fetches, of a store of 2^21 rows of 128 bfloat16 numbers."""
+    """The rows that one call fetches from a store of 2^21 rows of 128 bfloat16 numbers."""
 
     name: str
     rows: int
@@ -327,10 +327,10 @@ _STORE, _DIM, _FETCHES = 1 << 21, 128, 16
 def measure_fetch(case: FetchCase, implementation: str, seed: int) -> dict[str, Any]:
     """Checks and times fetches out of pinned host memory, in a loop on the device.
 
-    The indices of each wait for the rows before, so that no fetch overlaps another.
+    The indices of each depend on the previous rows, so that fetches do not overlap.
     """
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    # Row i holds i mod 251, which bfloat16 numbers tell apart.
+    # Row i holds i mod 251, which bfloat16 represents exactly.
     column = (np.arange(_STORE) % 251).astype(jnp.bfloat16)
     store = jax.device_put(np.repeat(column[:, None], _DIM, axis=1), place)
     random = np.random.default_rng(seed)

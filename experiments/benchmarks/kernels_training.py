@@ -1,7 +1,7 @@
 """Kernels over many queries: training attention with DMS's mask, and chunks of prompts.
 
 Each is checked against the float32 XLA reference on fresh random data. Times are sums of kernel
-times by CUPTI, medians over rounds in which the contenders take turns.
+times by CUPTI, medians over rounds in which the contenders alternate.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ def measure(functions: dict, operands: tuple) -> dict:
 
 
 def measure_flex(case: TrainingCase) -> dict:
-    """FlexAttention with the DMS mask, by device events; nothing where PyTorch is missing."""
+    """FlexAttention with the DMS mask, by device events; nothing without PyTorch."""
     try:
         import torch  # pyright: ignore[reportMissingImports]
         from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
@@ -196,7 +196,7 @@ def measure_flex(case: TrainingCase) -> dict:
 
 
 def flops(case: TrainingCase, part: str) -> float:
-    """The field's count for causal attention: 2 matmuls forward, 5 more backward."""
+    """The usual count for causal attention: 2 matmuls forward, 5 more backward."""
     forward = 4 * case.B * case.H * case.T**2 * case.D / 2
     return forward * (1.0 if part == "forward" else 3.5)
 
@@ -216,7 +216,7 @@ def memory_of(length: int, implementation: str) -> dict:
 
 
 def measure_case(case: TrainingCase, key: jax.Array, implementation: str) -> dict[str, Any]:
-    """Checks and times one case: errors, times, and how often ours is as fast as the others."""
+    """Checks and times one case: errors, times, and our speed relative to the others."""
     check_key, data_key = jax.random.split(key)
     errors = check(case, check_key, implementation)
     arrays, segments = draw(case, data_key)
@@ -279,7 +279,7 @@ def draw_chunk(rng: np.random.Generator, ratio: int, past: int, chunk: int) -> d
     table = np.full((1, KV_HEADS, columns), np.iinfo(np.int32).max, np.int32)
     for head, count in enumerate(used):
         table[0, head, :count] = order[used[:head].sum() :][:count]
-    # The marked keys of the last window go as the chunk proceeds.
+    # The marked keys of the last window leave as the chunk proceeds.
     until = np.full((1, KV_HEADS, columns * PAGE), 2**30, np.int32)
     if ratio > 1:
         for head, length in enumerate(lengths):
@@ -324,9 +324,9 @@ def check_chunk(rng: np.random.Generator, ratio: int, implementation: str) -> fl
 
 
 def time_prompts(report: dict[str, Any], implementation: str) -> None:
-    """Times one chunk over a past of which heads keep all, a quarter and an eighth, and cuDNN's.
+    """Times one chunk over a past of which heads keep all, a quarter and an eighth; and cuDNN.
 
-    The plan of the key tiles is counted in.
+    Times include the plan of the key tiles.
     """
     rng = np.random.default_rng(report["seed"])
 
@@ -344,7 +344,7 @@ def time_prompts(report: dict[str, Any], implementation: str) -> None:
         jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
         for shape in ((1, CHUNK, HEADS, DIM), *[(1, PAST + CHUNK, KV_HEADS, DIM)] * 2)
     )
-    # cuDNN sees every key of the chunk too: its causal mask would start at the first key.
+    # cuDNN also sees every key of the chunk, because its causal mask would start at the first key.
     calls["cudnn_dense"] = jax.jit(cudnn).lower(*dense).compile(), dense
     times = time_in_turns(calls, ROUNDS)
     report |= {

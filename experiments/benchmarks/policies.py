@@ -1,10 +1,9 @@
-"""Times every policy: decode steps at a length that is set, or whole prompts to their first tokens.
+"""Times every policy: decode steps at a given length, or whole prompts to their first tokens.
 
-Weights, keys and values are random; a policy's state is filled with what it could be at that
-length. Random draws (`RandomEviction`), with uneven heads, stand for learned eviction: the same
-kernels, the same ring, a ratio that is known. What cuts its rows every so often does so after the
-steps that are timed; the cut is timed by itself. Each call of prompts reads other ones, all at
-once.
+Weights, keys and values are random; a policy's state is filled plausibly for that length.
+`RandomEviction` with uneven heads stands for learned eviction: the same kernels, the same ring, a
+known ratio. Policies that cut rows at intervals do so after the timed steps; the cut is timed
+separately. Each call prefills different prompts, all at once.
 
     python -m experiments.benchmarks.policies --batch 24 --ratios 8 --only DMC TOVA
     python -m experiments.benchmarks.policies --what prompts --shape qwen2.5-1.5b --context 8192 \
@@ -50,13 +49,13 @@ class Config:
     """Time every policy, with random weights."""
 
     what: Literal["steps", "prompts"] = "steps"
-    """What is timed."""
+    """Steps or prompts."""
     shape: Shape = "llama-3.1-8b"
-    """Model whose shape is timed, with random weights."""
+    """Model shape to time, with random weights."""
     context: int = 32768
-    """Tokens that each sequence has seen, or of each prompt."""
+    """Earlier tokens of each sequence, or tokens of each prompt."""
     batch: int = 8
-    """Sequences that are decoded at a time, or prompts of a call."""
+    """Sequences decoded at a time, or prompts of a call."""
     ratios: tuple[int, ...] = (2, 3, 4, 8)
     """Compression ratios of the budgets."""
     only: tuple[str, ...] = ()
@@ -84,10 +83,10 @@ class Contender:
 
     Attributes:
       label: for the table.
-      policy: what runs.
+      policy: the policy.
       live: mean slots of a row.
-      uneven: whether heads hold between nothing and twice that beyond the window.
-      kv_dtype: of the cache.
+      uneven: whether heads hold between zero and twice the mean beyond the window.
+      kv_dtype: dtype of the cache.
       cuts: whether rows are cut in the chunk after the timed ones.
     """
 
@@ -114,7 +113,7 @@ def contenders(context: int, ratio: int) -> Iterator[Contender]:
     yield Contender("DMS (drawn) + Quest", quest, budget, uneven=True)
     yield Contender("DMC", dms_jax.DMC(), budget, uneven=True)
     yield Contender("StreamingLLM", dms_jax.StreamingLLM(budget=budget), budget)
-    by_token: Any = dict(prefill="evict_past_budget")  # what whole prompts are timed with
+    by_token: Any = dict(prefill="evict_past_budget")  # policies for whole prompts
     yield Contender("TOVA", dms_jax.TOVA(budget=budget, **by_token), budget + 1)
     yield Contender("H2O", dms_jax.H2O(budget=budget, **by_token), budget + 1)
     yield Contender("KVzap", dms_jax.KVzap(window=WINDOW), budget, uneven=True)
@@ -160,11 +159,11 @@ def pyramid(contender: Contender, num_layers: int) -> np.ndarray:
 
 
 def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
-    """(row state, page state) that the policy could have come to.
+    """A plausible (row state, page state) of the policy.
 
-    Delayed eviction says itself what its rows hold at a length; where it draws, or scores, as large
-    a share of the window is marked as was evicted before it. Of any other state, slots and
-    positions are random numbers in their range, and what is kept per page is random too.
+    Delayed eviction computes its rows' contents at a length; if it draws or scores, the marked
+    share of the window equals the evicted share before it. In any other state slots and positions
+    are random numbers in their range, and page state is random.
     """
     rows, random = cache.row_state, np.random.default_rng(1)
     inner = policy.over if isinstance(policy, SelectiveReading) else policy
@@ -185,7 +184,7 @@ def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> t
 
 @functools.partial(jax.jit, static_argnames=("below", "floats"))
 def draw(x: jax.Array, below: int, floats: bool = True) -> jax.Array:
-    """Random numbers like those of an array: integers from 0 to `below`, others normal."""
+    """Random numbers shaped like an array: integers from 0 to `below`, others normal."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jax.random.randint(jax.random.key(2), x.shape, 0, below, x.dtype)
     return jax.random.normal(jax.random.key(3), x.shape, x.dtype) if floats else x
@@ -194,10 +193,10 @@ def draw(x: jax.Array, below: int, floats: bool = True) -> jax.Array:
 def filled_runner(
     model: dms_jax.LanguageModel, contender: Contender, lengths: np.ndarray, context: int
 ) -> tuple[Runner, dict[str, int]]:
-    """A cache at its length, with random contents, and what it takes so far."""
+    """A filled cache with random contents, and its bytes so far."""
     steps, batch = (WARMUP + REPEATS + 1) * CHUNK, lengths.shape[1]
     num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
-    if contender.uneven:  # layers that share the pages out beforehand need some to spare
+    if contender.uneven:  # layers with a fixed share of the pages need spare ones
         num_pages = int(1.5 * num_pages)
     runner = Runner(
         model,
@@ -214,7 +213,9 @@ def filled_runner(
     cache = runner.cache
     rows, pages = state_at(contender.policy, cache, lengths, context)
 
-    def draw(x, seed):  # block by block and in place: a pool may take more than half of the memory
+    def draw(
+        x, seed
+    ):  # block by block and in place, because a pool may take more than half of the memory
         size = min(len(x), 4096)
 
         def block(index, x):
@@ -248,7 +249,7 @@ def time_steps(
 ) -> dict[str, Any]:
     """Times decode steps through the library's own loop.
 
-    A policy with a scorer gets one that scores nothing yet, which takes as long as any other.
+    A policy with a scorer gets an untrained one, which takes as long as any other.
     """
     config, model = model.config, with_scorer(model, contender.policy)
     lengths = row_lengths(contender, (config.num_layers, batch, config.num_kv_heads), context)
@@ -299,7 +300,7 @@ def time_steps(
 def time_prompts(
     config: Config, model: dms_jax.LanguageModel, contender: Contender
 ) -> dict[str, Any]:
-    """Times calls that read a batch of prompts, and profiles one of them where that is asked."""
+    """Times calls that prefill a batch of prompts, and profiles one on request."""
     engine = dms_jax.Engine(
         with_scorer(model, contender.policy),
         contender.policy,
@@ -336,7 +337,7 @@ def time_prompts(
 
 
 def described(figures: dict[str, Any]) -> str:
-    """The figures of a policy in a line."""
+    """Formats the figures of a policy as a line."""
     if "failed" in figures:
         return figures["failed"]
     if "seconds" in figures:
@@ -352,7 +353,7 @@ def described(figures: dict[str, Any]) -> str:
 
 
 def main(config: Config) -> list[dict[str, Any]]:
-    """Times every policy at every ratio; rows are written as they come.
+    """Times every policy at every ratio; writes rows after each.
 
     Raises:
       ConfigError: there is no such label.
@@ -380,7 +381,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 figures = measure(contender)
             except FAILURES as error:
                 figures, lost = {"failed": str(error)[:400]}, gave_up(error)
-            gc.collect()  # what was raised held on to its cache
+            gc.collect()  # the exception held its cache
             rows.append(dict(label=contender.label, ratio=1 if dense else ratio, **figures))
             print(f"{contender.label} at {rows[-1]['ratio']}: {described(figures)}", flush=True)
             write_json(path, provenance(config) | report)

@@ -1,14 +1,14 @@
-"""What clients of two replicas see when one is killed under load, and while an adapter is changed.
+"""Measures clients of two replicas when one is killed under load, and while an adapter is replaced.
 
     python -m experiments.benchmarks.replicas --out runs/replicas.json
 
 Starts `experiments.examples.fleet` on this machine: two replicas of the shipped model with an
-adapter of DMS that was never trained. Clients stream greedy answers to a few prompts, each of
-which was answered alone before. Then one replica is killed (SIGKILL); once there are two again,
-`serve.run` changes the adapter under the same load. Reported, for both: how each stream ended, and
-seconds; and how many streams of a prompt one replica had, alone and where all lanes are full. A
-stream ends `whole` (its text is that of the prompt alone), `told` (an error event), `refused` (an
-HTTP status that asks to come again), or it is `wrong` or `broken`. Needs ray[serve]>=2.60.
+untrained DMS adapter. Clients stream greedy answers to a few prompts, each of which was answered
+alone before. Then one replica is killed (SIGKILL); once there are two again, `serve.run` replaces
+the adapter under the same load. Reports for both: the outcome of each stream, and seconds; and the
+share of a prompt's streams on one replica, with free and with full lanes. A stream ends `whole`
+(its text is that of the prompt alone), `told` (an error event), `refused` (an HTTP status that asks
+for a retry), or it is `wrong` or `broken`. Needs ray[serve]>=2.60.
 """
 
 import collections
@@ -48,9 +48,9 @@ class Config:
     """See what clients of two replicas see."""
 
     clients: int = 8
-    """Clients that stream at a time."""
+    """Concurrent clients."""
     lanes: int = 4
-    """Answers that a replica gives at a time."""
+    """Concurrent answers of a replica."""
     new_tokens: int = 160
     """Tokens of an answer."""
     before: int = 24
@@ -66,7 +66,7 @@ class Config:
 
 @dataclasses.dataclass
 class Stream:
-    """One streamed answer: its prompt, its replica as soon as that is known, and how it ended."""
+    """One streamed answer: its prompt, its replica once known, and its outcome."""
 
     prompt: str
     replica: str | None = None
@@ -75,7 +75,7 @@ class Stream:
 
 
 def stream(config: Config, prompt: str, texts: Collection[str], streams: list[Stream]) -> Stream:
-    """Streams an answer to its end; `texts` are those that are right, none if any is."""
+    """Streams an answer to its end; `texts` are the right ones; if empty, any text is right."""
     streams.append(one := Stream(prompt))
     body = dict(prompt=prompt, max_tokens=config.new_tokens, temperature=0, stream=True)
     connection = http.client.HTTPConnection("127.0.0.1", config.port, timeout=TIMEOUT)
@@ -130,7 +130,7 @@ def load(config: Config, texts: dict[str, set[str]]) -> Iterator[list[Stream]]:
 
 
 def same_replica(rounds: Iterable[list[Stream]]) -> float:
-    """Returns the share of streams that were at the replica where most of their prompt were."""
+    """Returns the share of streams on the replica with most streams of their prompt."""
     chosen = collections.defaultdict(collections.Counter)
     for each in itertools.chain.from_iterable(rounds):
         if each.replica:
@@ -139,7 +139,7 @@ def same_replica(rounds: Iterable[list[Stream]]) -> float:
 
 
 def make_adapter(seed: int, path: pathlib.Path) -> str:
-    """Writes an adapter for the shipped model that says something; returns its path."""
+    """Writes a nonzero adapter for the shipped model; returns its path."""
     model = dms_jax.load(assets.path("stories260k"))
     policy = dms_jax.DMS(window=16, source="adapter")
     transformer = add_adapter(model.transformer)
@@ -154,7 +154,7 @@ def make_adapter(seed: int, path: pathlib.Path) -> str:
 
 
 def wait_for(true: Any) -> float:
-    """Waits until a function says so; returns the seconds."""
+    """Waits until a function returns true; returns the seconds."""
     start = time.monotonic()
     while not true():
         if time.monotonic() - start > 2 * TIMEOUT:
@@ -164,7 +164,7 @@ def wait_for(true: Any) -> float:
 
 
 def main(config: Config) -> None:
-    """Kills a replica and changes the adapter, under load."""
+    """Kills a replica and replaces the adapter, under load."""
     make_place("--out", config.out)
     try:
         import ray  # pyright: ignore[reportMissingImports]
@@ -228,7 +228,7 @@ def main(config: Config) -> None:
             print(json.dumps(figures["same_replica"] | figures["killed"]))
             with load(config, {prompt: set() for prompt in PROMPTS}) as streams:
                 seconds = deploy(second)
-                count = len(streams)  # those that begin now are of the second adapter
+                count = len(streams)  # streams that begin now use the second adapter
                 wait_for(lambda: any(each.end for each in streams[count:]))
             changed = alone()
             for each in streams:

@@ -1,11 +1,10 @@
-r"""Times what clients of a server of OpenAI's API see when many of them ask at once.
+r"""Times a server with OpenAI's API as many concurrent clients see it.
 
-A number of clients each send a streamed completion, and the next one as soon as it has ended, until
-all requests of the load are answered. Prompts are random token ids, drawn anew for every load, so
-that no cache of prefixes helps; lengths of prompts and answers are drawn evenly from ranges. With
---questions they are chats instead, of the questions of a file; with --regex answers match a
-grammar. The server is `dms-jax serve` in a process of its own, with the options that are given; or,
-with --url, whichever listens there, such as another library's.
+Each client sends a streamed completion, and the next one when it has ended, until all requests of
+the load are answered. Prompts are random token ids, new for every load, so that no prefix cache
+helps; lengths of prompts and answers are uniform in ranges. With --questions the requests are chats
+with the questions of a file; with --regex answers match a grammar. The server is `dms-jax serve` in
+a separate process, with the given options; or, with --url, any other server.
 
     python -m experiments.benchmarks.serving
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
@@ -46,7 +45,7 @@ from dms_jax.command_line.running import FAILED, run
 from experiments.benchmarks.settings import check_numbers
 
 ADDRESS = re.compile(r" at (http://\S+)/v1$")
-LONGEST = 600  # seconds that a client waits for the next part of an answer
+LONGEST = 600  # a client's timeout for the next part of an answer, seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,29 +53,29 @@ class Config:
     """Time what many clients of a server see."""
 
     server: str = "--lanes 32 --max-tokens 512"
-    """Options of `dms-jax serve` as they are typed, behind an equals sign: --server="--lanes 8"."""
+    """Options of `dms-jax serve`, after an equals sign: --server="--lanes 8"."""
     url: str | None = None
-    """Address of a server that runs already, without /v1; none is started then."""
+    """Address of a running server, without /v1; then no server is started."""
     clients: tuple[int, ...] = (1, 8, 32)
-    """Loads: numbers of clients that ask at the same time."""
+    """Loads: numbers of concurrent clients."""
     processes: int = 1
-    """Processes that the clients are shared out to: one that reads very many answers is a limit."""
+    """Processes for the clients; a single one limits the rate of very many answers."""
     requests: int = 96
     """Requests of each load."""
     questions: pathlib.Path | None = None
-    """JSON Lines file whose "question" is asked as a chat, each line once and then again."""
+    """JSON Lines file whose "question" fields are sent as chats, repeatedly."""
     prompts: tuple[int, int] = (16, 128)
     """Fewest and most tokens of a prompt."""
     answers: tuple[int, int] = (32, 256)
-    """Fewest and most tokens of an answer; it ends earlier where the model ends it."""
+    """Fewest and most tokens of an answer, unless the model ends it earlier."""
     vocabulary: int = 512
     """Token ids of prompts are drawn below this."""
     temperature: float = 0.7
-    """Of all requests; top-p is 0.95."""
+    """Temperature of all requests; top-p is 0.95."""
     regex: str | None = None
-    """Regular expression that answers must match, such as "(.|\\n)*": what grammars cost."""
+    """Regular expression that answers must match, such as "(.|\\n)*": to time grammars."""
     free_first: bool = False
-    """Put each load on the server twice, first without the regular expression."""
+    """Run each load twice, first without the regular expression."""
     out: pathlib.Path = pathlib.Path("runs/serving.json")
     """JSON file for the figures."""
 
@@ -92,15 +91,15 @@ class Config:
 
 @dataclasses.dataclass
 class Answer:
-    """What one client saw of one request, in seconds since it was sent.
+    """One request as its client saw it, in seconds since it was sent.
 
     Attributes:
-      parts: when each part of its text came; empty if there was none.
-      seconds: when it had ended.
-      tokens: tokens of the answer, as the server counts them.
-      cached: tokens of its prompt that the server had; 0 if it does not say.
-      peak: most live tokens of its cache; None if the server does not say.
-      error: why there is no answer; None if there is one.
+      parts: arrival times of the parts of its text; empty if there was none.
+      seconds: time of its end.
+      tokens: tokens of the answer, counted by the server.
+      cached: cached tokens of its prompt; 0 if the server does not report them.
+      peak: peak live tokens of its cache; None if the server does not report them.
+      error: the error, or None if there is an answer.
     """
 
     parts: list[float] = dataclasses.field(default_factory=list)
@@ -112,7 +111,7 @@ class Answer:
 
 
 def make_requests(config: Config, model: str, load: int) -> list[dict[str, Any]]:
-    """Returns the bodies of the requests of a load, by its number."""
+    """Returns the request bodies of a load, by its number."""
     random = np.random.default_rng((0, load))
 
     def between(bounds: tuple[int, int]) -> int:
@@ -163,7 +162,7 @@ def read_questions(path: pathlib.Path) -> list[str]:
 
 
 def connect(address: str) -> tuple[http.client.HTTPConnection, str]:
-    """Returns a connection with a server, which is not open yet, and the path of its address."""
+    """Returns an unopened connection to a server, and the path of its address."""
     place = urllib.parse.urlsplit(address)
     secure = place.scheme == "https"
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -171,7 +170,7 @@ def connect(address: str) -> tuple[http.client.HTTPConnection, str]:
 
 
 def ask(address: str, body: dict[str, Any]) -> Answer:
-    """Sends a request and reads its answer as it comes."""
+    """Sends a request and reads the streamed answer."""
     answer, start = Answer(), time.perf_counter()
     connection, path = connect(address)
     try:
@@ -205,21 +204,21 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
 
 
 def text_of(choice: dict[str, Any]) -> str | None:
-    """Returns the text that a choice of a chunk adds."""
+    """Returns the text of a chunk's choice."""
     return choice.get("text") or choice.get("delta", {}).get("content")
 
 
 def ask_all(address: str, bodies: Sequence[dict[str, Any]], clients: int) -> list[Answer]:
-    """Sends requests as so many clients, each with one at a time."""
+    """Sends requests as that many clients, each with one at a time."""
     with concurrent.futures.ThreadPoolExecutor(clients) as threads:
         return list(threads.map(ask, itertools.repeat(address), bodies))
 
 
 class Crowd:
-    """Clients in processes of their own, which are kept from one load to the next.
+    """Clients in separate processes, kept between loads.
 
     Args:
-      processes: the most of them; with one the clients are in this process.
+      processes: the most processes; with one the clients run in this process.
     """
 
     def __init__(self, processes: int):
@@ -228,7 +227,7 @@ class Crowd:
         self._pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn)
 
     def __enter__(self) -> "Crowd":
-        if self._size > 1:  # all are there when time begins
+        if self._size > 1:  # all run before timing begins
             list(self._pool.map(time.sleep, [1.0] * self._size))
         return self
 
@@ -236,7 +235,7 @@ class Crowd:
         self._pool.shutdown()
 
     def load(self, address: str, bodies: Sequence[dict[str, Any]], clients: int) -> dict[str, Any]:
-        """Returns the figures of one load: so many clients, each with one request at a time."""
+        """Returns the figures of one load: that many clients, each with one request at a time."""
         shares = min(self._size, clients)
         start = time.perf_counter()
         if shares == 1:
@@ -251,18 +250,18 @@ class Crowd:
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Returns rates, and percentiles of what the clients waited for.
+    """Returns rates, and percentiles of the clients' waiting times.
 
-    The longest pause of an answer lies between two parts of its text; in tokens, it is so many
-    times what a token of this answer takes on average.
+    The longest pause of an answer is between two parts of its text; in tokens, it is divided by the
+    mean time per token of this answer.
 
     Args:
-      answers: what each request was answered with.
+      answers: the answer to each request.
       seconds: from the first request to the last answer.
     """
     whole = [answer for answer in answers if answer.error is None]
     begun = [answer for answer in whole if answer.parts]
-    # Text comes in parts of several tokens: what lies between the first and the last, over tokens.
+    # Text comes in parts of several tokens: the time from the first to the last part, per token.
     longer = [answer for answer in begun if answer.tokens > 1]
     between = [(each.parts[-1] - each.parts[0]) / (each.tokens - 1) for each in longer]
     paused = [each for each in longer if len(each.parts) > 1]
@@ -287,7 +286,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns the median, the 95th and the 99th percentile and the most; None of nothing."""
+    """Returns median, 95th and 99th percentile and maximum; None for no values."""
     if not values:
         return None
     found = np.percentile(values, (50, 95, 99, 100))
@@ -296,10 +295,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 @contextlib.contextmanager
 def started(options: str, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """The address of `dms-jax serve` with these options, which is ended afterwards.
+    """A context with the address of `dms-jax serve` with these options.
 
     Raises:
-      ConfigError: it ended before it answered; its own words stand above.
+      ConfigError: it ended before it answered; its output is above.
     """
     call = [sys.executable, "-m", "dms_jax.command_line", "serve", "--port", "0"]
     given = {**environment, "COLUMNS": "10000"}  # the address stays on one line
@@ -314,7 +313,7 @@ def started(options: str, environment: Mapping[str, str] = os.environ) -> Iterat
                     break
             else:
                 raise dms_jax.ConfigError(f"dms-jax serve {options} has ended before it answered.")
-            # What it says from now on must not fill its pipe.
+            # Its further output must not fill the pipe.
             threading.Thread(target=server.stdout.read, daemon=True).start()
             yield found[1]
         finally:
@@ -350,16 +349,16 @@ def main(config: Config) -> int:
             row |= {"regex": own.regex} if config.free_first else {}
             rows.append(row)
             print(describe(row), flush=True)
-    # Only now: a card that this process held would be missing to the server.
+    # Only now: a card held by this process would be unavailable to the server.
     about = provenance(config)
     if config.url:
-        about["device"] = None  # of a server elsewhere nothing is known
+        about["device"] = None  # nothing is known of an external server
     write_json(config.out, about | {"loads": rows})
     return FAILED if any(row["failed"] for row in rows) else 0
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Returns a load in a line."""
+    """Formats a load as a line."""
     kind = {None: " free", "": ""}.get(row.get("regex", ""), " under the grammar")
     words = [f"{row['clients']:4} clients{kind}: {row['tokens_per_second']:8,.0f} tokens/s"]
     named = (

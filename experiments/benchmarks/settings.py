@@ -1,4 +1,4 @@
-"""The numbers of a script's settings, which are checked before anything is made."""
+"""Checks of the numbers in a script's settings."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Models that benchmarks time: real shapes, random weights, made on the device."""
+"""Models for benchmarks: real shapes, random weights, made on the device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def meshes_of(
 
     Args:
       model_parallel: numbers of devices that heads are split over.
-      data_parallel: numbers of devices, or of groups of them, that sequences are split over.
+      data_parallel: numbers of devices, or of groups of devices, that sequences are split over.
 
     Raises:
       ConfigError: there are fewer devices.
@@ -203,14 +203,14 @@ def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:
 def model_of(
     shape: Shape, dtype: Any, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:
-    """Returns a model of this shape with random weights, made where they are used."""
+    """Returns a model of this shape with random weights, made on their devices."""
     return random_model(SHAPES[shape], dtype, mesh)
 
 
 def random_model(
     fields: dict[str, Any], dtype: Any, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:
-    """Returns a model of these fields of config.json with random weights, made where they are used.
+    """Returns a model of these fields of config.json with random weights, made on their devices.
 
     On a mesh each device makes its own part of them.
     """
@@ -227,7 +227,7 @@ def random_model(
 
 
 def with_scorer(model: dms_jax.LanguageModel, policy: Policy) -> dms_jax.LanguageModel:
-    """Returns the model with the adapter that a policy decides by, if it has one, untrained."""
+    """Returns the model with the policy's untrained adapter, if it has one."""
     if policy.retrofit.adapter is None:
         return model
     transformer = add_adapter(model.transformer, policy.retrofit.adapter)

@@ -1,15 +1,15 @@
-"""What a smaller cache buys a server: throughput at the largest batch, and the first token.
+"""The gain of a smaller cache for a server: throughput at the largest batch, and first token.
 
 - **batch**: decode steps at the largest batch that fits, for each context and compression ratio
   (figure 5 of the DMC paper; the DMS paper's 5 times at a ratio of 8). Rows are uneven, as in
   `decode_steps`.
-- **prompt**: seconds to the first token of a long prompt and the cache's peak, with everything
-  kept and with eviction at work inside the prompt.
+- **prompt**: seconds to the first token of a long prompt and the cache's peak, with everything kept
+  and with eviction inside the prompt.
 - **kcache**: tokens a second of decoding after the prompt, at KCache's own shape (Llama-2-7B: a KV
   head for every query head, 15K tokens), at the largest batch that fits with the values on the
   device and with the values in host memory.
 
-Weights are random; the model is Llama-3.1-8B's shape but for KCache.
+Weights are random; the model is Llama-3.1-8B's shape except for KCache.
 
     python -m experiments.benchmarks.throughput --out experiments/results/speed/throughput.json
 """
@@ -55,14 +55,13 @@ class Config:
     """Measure throughput at the largest batch, and the time to the first token."""
 
     parts: tuple[Part, ...] = ("batch", "prompt", "kcache")
-    """What is measured: the largest batch, the first token of long prompts, KCache at its own
-    shape."""
+    """Parts: the largest batch, the first token of long prompts, KCache at its paper's shape."""
     shape: shapes.Shape = "llama-3.1-8b"
     """Model shape of the first two parts."""
     contexts: tuple[int, ...] = (8192, 32768)
-    """Tokens that each sequence of a batch has seen."""
+    """Earlier tokens of each sequence of a batch."""
     prompts: tuple[int, ...] = (8192, 32768, 131000)
-    """Tokens of the prompts whose first token is awaited."""
+    """Tokens of the prompts whose first token is timed."""
     ratios: tuple[int, ...] = (1, 2, 4, 8)
     """Compression ratios; 1 is the plain cache."""
     memory: float = 0.8
@@ -99,7 +98,7 @@ def device_bytes(config: Config) -> int:
 
 
 def largest(config: Config, model: dms_jax.LanguageModel, tokens: float) -> int:
-    """Sequences of so many live tokens a row that fit beside the weights."""
+    """Sequences of that many live tokens per row that fit beside the weights."""
     shape = model.config
     entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
     rows = shape.num_layers * shape.num_kv_heads
@@ -131,7 +130,7 @@ def measure_batch(config: Config, model: dms_jax.LanguageModel, add: Any) -> Non
 
 
 def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> None:
-    """Seconds to the first token, and the most bytes that the cache held."""
+    """Seconds to the first token, and peak bytes of the cache."""
     random = np.random.default_rng(0)
     for tokens in config.prompts:
         prompt = random.integers(0, model.config.vocab_size, tokens).tolist()
@@ -165,7 +164,7 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
 
 
 def measure_kcache(config: Config, add: Any) -> None:
-    """Decoding at KCache's own shape: the time between first and last tokens."""
+    """Decoding at KCache's shape: the time between first and last tokens."""
     fields = LLAMA_2_7B if config.shape != "tiny" else shapes.SHAPES["tiny"]
     model = shapes.random_model(fields, jnp.dtype(config.dtype))
     context, new = config.kcache_context, config.kcache_tokens
@@ -174,7 +173,7 @@ def measure_kcache(config: Config, add: Any) -> None:
     policies: list[tuple[str, Policy, int]] = []
     policies.append(("values on the device", dms_jax.Vanilla(), whole))
     for top in config.kcache_tops:
-        # Keys stay, and the values of the first layers: about half of the bytes.
+        # Keys and the values of the first layers stay on the device: about half of the bytes.
         policies.append((f"N = {top}", dms_jax.KCache(top=top), int(1.85 * whole)))
     for name, policy, batch in policies:
         prompts = random.integers(0, model.config.vocab_size, (batch, context)).tolist()

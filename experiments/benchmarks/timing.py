@@ -1,4 +1,4 @@
-"""Times kernels on a GPU by the profiler: how long each takes, and how far apart calls start.
+"""Times kernels on a GPU with the profiler: durations, and distances between starts of calls.
 
 A call is repeated in one compiled chain, each call feeding the next, so that the device is timed
 and not the host. Inputs that would fit the second-level cache are rotated.
@@ -26,7 +26,7 @@ from pallas_kernels.decode.cases import DecodeCase
 
 # Calls in a chain, and chains in a measurement.
 CALLS, CHAINS = 8, 4
-# Pools are drawn until they are this large together: several times the second-level cache.
+# Total size of the drawn pools: several times the second-level cache.
 ROTATED_BYTES = 256 << 20
 
 
@@ -46,7 +46,7 @@ class Timing:
 
 
 def device_events(run: Callable[[], None]) -> list[tuple[float, float, str]]:
-    """Runs under the profiler; (start, duration, name) in microseconds of what the GPU did."""
+    """Runs under the profiler; returns (start, duration, name) of GPU events, in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -63,7 +63,7 @@ def device_events(run: Callable[[], None]) -> list[tuple[float, float, str]]:
 
 
 def require_gpu() -> None:
-    """Refuses to run where there is nothing to time.
+    """Refuses to run without a GPU.
 
     Raises:
       ConfigError: jax sees no GPU.
@@ -122,7 +122,7 @@ def time_chain(chain: Callable[[], jax.Array]) -> Timing:
 
 
 def chain_of(call, q, inputs, *fixed):
-    """Compiles a chain of CALLS calls that take turns with the inputs.
+    """Compiles a chain of CALLS calls that alternate between the inputs.
 
     Args:
       call: `call(q, one of inputs, *fixed) -> q`.
@@ -147,16 +147,16 @@ def chain_of(call, q, inputs, *fixed):
 def time_in_turns(
     calls: Mapping[str, tuple[Callable, tuple]], rounds: int
 ) -> dict[str, list[list[tuple[str, float]]]]:
-    """Times the kernels of compiled functions that take turns, by CUPTI.
+    """Times the kernels of alternating compiled functions, by CUPTI.
 
-    A process that does so leaves jax's profiler (`device_events`) alone: both read CUPTI.
+    Such a process must not use jax's profiler (`device_events`), because both read CUPTI.
 
     Args:
       calls: function and arguments by name.
       rounds: calls of each.
 
     Returns:
-      For each name and round: name and milliseconds of every kernel that was launched.
+      For each name and round: name and milliseconds of every launched kernel.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -188,7 +188,7 @@ def draw_queries(case: DecodeCase, seed: int) -> jax.Array:
 
 
 def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
-    """Draws page pools of a case, as many as it takes to be sure that no cache holds them.
+    """Draws page pools of a case, too many for any cache.
 
     Returns:
       For each pool k_pages, v_pages, page_table, k_scales and v_scales (None without scales); rows
@@ -220,7 +220,7 @@ def draw_pools(case: DecodeCase, seed: int = 0) -> list[tuple[jax.Array, ...]]:
 
 
 def environment() -> dict[str, Any]:
-    """What a measurement was made on: device, versions, date, and XLA's flags if there are any."""
+    """The environment of a measurement: device, versions, date, and XLA flags, if any."""
     device = jax.devices()[0]
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "triton")
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
@@ -234,7 +234,7 @@ def environment() -> dict[str, Any]:
 
 
 def about(config: Any) -> dict[str, Any]:
-    """The environment, the command and the settings of a report, but for where it goes."""
+    """The environment, the command and the settings of a report, except its output path."""
     settings = {f.name: str(getattr(config, f.name)) for f in dataclasses.fields(config)}
     settings.pop("out")
     return environment() | {"command": command(without=("--out",)), "config": settings}

@@ -1,7 +1,7 @@
-"""What jax's profiler saw a GPU run: kernels by program and family, and the waits between them.
+"""Reads jax's GPU profiles: kernels by program and family, and the waits between them.
 
-A kernel's wait is the time before it in which nothing ran. In a CUDA graph the launches of the
-kernels cost the host nothing, and the calls of the driver say how many graphs there were.
+A kernel's wait is the idle time before it. In a CUDA graph kernel launches cost the host nothing;
+the driver calls count the graphs.
 """
 
 import collections
@@ -21,13 +21,13 @@ import jax
 _PROCESS, _MODULE = "process_name", "hlo_module"
 # Calls of CUDA's driver that start work or wait for it.
 _CALLS = re.compile(r"cu(da)?(Graph(Launch|Exec|Instantiate)|Launch|Mem(cpy|set)|\w*Synchronize)")
-# Families and kernels in order that are listed.
+# Number of listed families and kernels.
 _LISTED, _IN_ORDER = 30, 60
 
 
 @dataclasses.dataclass
 class Trace:
-    """What a profile holds.
+    """The contents of a profile.
 
     Attributes:
       kernels: kernels and copies on a GPU, in order; "ts" and "dur" are microseconds.
@@ -42,7 +42,7 @@ class Trace:
         return [each for each in self.kernels if _program(each) == program]
 
     def programs(self) -> dict[str, dict[str, Any]]:
-        """Returns the figures of every jitted function that ran, those that took longest first."""
+        """Returns the figures of every jitted function, the longest first."""
         found = {name: summarise(self.of(name)) for name in {_program(x) for x in self.kernels}}
         return dict(sorted(found.items(), key=lambda each: -each[1]["busy_ms"]))
 
@@ -53,7 +53,7 @@ def _program(kernel: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def traced() -> Iterator[Trace]:
-    """Profiles what runs inside the context; the trace that it yields is filled at its end."""
+    """Profiles the context's body; the yielded trace is filled at the end."""
     trace, options = Trace(), jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a trace has room for a million events
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def traced() -> Iterator[Trace]:
 
 
 def read(folder: pathlib.Path) -> Trace:
-    """Returns what a profiler's folder holds."""
+    """Reads a profiler's folder."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
@@ -80,11 +80,11 @@ def read(folder: pathlib.Path) -> Trace:
 
 
 def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
-    """Returns launches, the time in which at least one ran, and the longest families.
+    """Returns launches, the busy time, and the longest families.
 
     Args:
       kernels: kernels and copies, in order.
-      runs: number of runs (such as steps) over which all but the shares are averaged.
+      runs: number of runs (such as steps) over which everything but shares is averaged.
     """
     families = collections.defaultdict[str, list[tuple[float, float]]](list)
     in_order: list[tuple[str, float, float]] = []
@@ -112,7 +112,7 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
             )
             for name, each in longest
         ],
-        # Name, microseconds and those of the wait before it, from the middle.
+        # Name, microseconds, and microseconds of the wait before it, from the middle.
         in_order=in_order[middle : middle + _IN_ORDER],
     )
 

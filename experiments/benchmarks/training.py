@@ -2,18 +2,18 @@
 
 Each case is a retrofit by distillation (an adapter of DMS, passes in bfloat16) with a shape, a
 length, the weights that are trained, and a mesh of (data, sequence, model) devices. Cases that
-differ in `data` or `model` alone have the same tokens a device; `sequence` splits those that there
-are. Reports tokens a second, the share of the devices' peak (model operations: neither
-recomputation nor padding counts), the memory that the compiler plans for the step beside what the
-device held at most so far in the process (of the step itself only if no case before took more), and
-the kernels of one step by family. Figures are written before the step that is profiled.
+differ only in `data` or `model` have equal tokens per device; `sequence` splits existing tokens.
+Reports tokens a second, the share of the devices' peak (model operations: neither recomputation nor
+padding counts), the memory that the compiler plans for the step beside the device's peak in the
+process so far (the step's own peak only if no earlier case took more), and the kernels of one step
+by family. Figures are written before the profiled step.
 
     python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
     python -m experiments.benchmarks.training --cases 1b 1b+data4 1b+data8 1b+data2+model4 8b \
         8b+data4 8b+data8 8b-all+data8 1b-32k 1b-32k+sequence4 1b-32k+sequence8 --seconds 1200
 
-A name may go on with settings that it changes: "1b+products+double" is "1b" with both of these, and
-"1b+data8" is "1b" on eight devices that share the weights.
+A name may be followed by settings: "1b+products+double" is "1b" with both, and "1b+data8" is "1b"
+on eight devices that share the weights.
 """
 
 import collections
@@ -86,7 +86,7 @@ CASES: dict[str, Case] = {
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
 }
 
-# What a name may go on with.
+# Settings that may follow a name.
 SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"remat": "auto"},
     "products": {"remat": "all_but_products"},
@@ -96,7 +96,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"{axis}{n}": {axis: n} for axis in ("data", "sequence", "model") for n in (2, 4, 8)},
 }
 
-# Kernels by what their names say, the first that fits.
+# Kernel families by name patterns; the first match counts.
 FAMILIES = (
     ("collectives", r"nccl|all_reduce|all_gather|reduce_scatter"),
     ("attention", r"retrofit"),
@@ -112,15 +112,15 @@ class Config:
     """Time training steps."""
 
     cases: tuple[str, ...] = ("1b", "0.5b", "8b")
-    """Names of `CASES`, in order; those that need more devices than there are, are left out."""
+    """Names of `CASES`, in order; cases that need more devices are left out."""
     steps: int = 5
     """Timed steps of a case; the median counts."""
     seconds: float = 240
-    """After which no further case is begun."""
+    """Seconds after which no further case begins."""
     profile: bool = True
-    """Whether one more step is profiled."""
+    """Whether to profile one more step."""
     out: pathlib.Path = pathlib.Path("runs/training.json")
-    """Where the figures go, as they come."""
+    """JSON file for the figures, written after each case."""
 
     def __post_init__(self):
         check_numbers(self)
@@ -179,7 +179,7 @@ def batch_of(case: Case, vocab_size: int) -> dict[str, np.ndarray]:
 
 
 def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[], None]) -> None:
-    """Times one case; its figures go into `row`, and are written before the profile."""
+    """Times one case; writes its figures into `row`, and saves them before the profile."""
     mesh = None
     if case.devices > 1:
         mesh = dms_jax.make_mesh(case.data, case.model, sequence=case.sequence)
@@ -248,7 +248,7 @@ def kernels_of(run_step: Any) -> dict[str, Any]:
 
 
 def main(config: Config) -> list[dict[str, Any]]:
-    """Times the cases, writes the figures as they come, and returns them.
+    """Times the cases, writes the figures after each, and returns them.
 
     Raises:
       ConfigError: there is no such case.
@@ -272,7 +272,9 @@ def main(config: Config) -> list[dict[str, Any]]:
         else:
             try:
                 time_case(case, config, row, write)
-            except jax.errors.JaxRuntimeError as error:  # mostly memory: the others still count
+            except (
+                jax.errors.JaxRuntimeError
+            ) as error:  # mostly out of memory; the other cases still count
                 row["failed"] = str(error)[:500]
             gc.collect()
         shown = {key: row.get(key) for key in ("tokens_per_second", "share_of_peak")}

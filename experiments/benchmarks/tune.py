@@ -1,11 +1,10 @@
-"""Searches the settings of the Hopper kernels, and writes them where the kernels look.
+"""Searches the settings of the Hopper kernels, and writes them into their settings files.
 
-- **decode**: every number of programs a core and of stages of the ring that fits in shared memory.
+- **decode**: every number of programs per core and of ring stages that fits in shared memory.
 - **training**, **prompt**: every tile and number of tiles in flight that fits, for each head dim;
-  their results are compared.
+  results are compared.
 
-All are compiled and timed by the profiler, and the fastest is written down beside the times of the
-others.
+All are compiled and timed by the profiler; the fastest is written, with the times of the others.
 
     python -m experiments.benchmarks.tune --kernel decode --out pallas_kernels/tuned
     python -m experiments.benchmarks.tune --kernel training --out pallas_kernels/tuned
@@ -60,7 +59,7 @@ class Config:
     """Tune a kernel for this device."""
 
     kernel: Literal["decode", "training", "prompt"] = "decode"
-    """What is tuned."""
+    """Kernel to tune."""
     cases: tuple[str, ...] = ()
     """Cases of decode to tune for, by name; all unless given."""
     out: pathlib.Path = pathlib.Path("runs/tuned")
@@ -70,12 +69,12 @@ class Config:
 # -- decode ----------------------------------------------------------------------------------------
 
 _SHARED_BYTES = 227 * 1024
-# Fewer bytes in flight on a core cannot keep the memory busy.
+# Fewer bytes in flight per core cannot saturate the memory.
 _LEAST_IN_FLIGHT = 32 * 1024
 
 
 def choices_for(case: DecodeCase) -> list[dict[str, int]]:
-    """Lists the settings whose programs fit on a core."""
+    """Lists the settings with programs that fit on a core."""
     shape, pool = shape_of(case), (case.pages, case.page_size, case.head_dim)
     queries = jax.ShapeDtypeStruct((case.rows, case.group, case.head_dim), case.dtype)
     pages = jax.ShapeDtypeStruct(pool, case.pages_dtype or case.dtype)
@@ -101,13 +100,13 @@ def choices_for(case: DecodeCase) -> list[dict[str, int]]:
 
 
 def shape_of(case: DecodeCase) -> decode.Shape:
-    """What settings are chosen by."""
+    """The key by which settings are selected."""
     dtype = case.pages_dtype or case.dtype
     return decode.Shape(case.rows, case.head_dim, case.page_size, case.columns, dtype)
 
 
 def tune_decode(case: DecodeCase) -> dict[str, Any]:
-    """Times all settings of one shape; the entry of the best, with all periods beside it."""
+    """Times all settings of one shape; returns the best entry, with all periods."""
     pools = draw_pools(case)
     lengths = jnp.asarray(case.lengths, jnp.int32)
     q = draw_queries(case, seed=1)
@@ -169,7 +168,7 @@ def problem_of(dim: int) -> Problem:
 
 
 def rings_of(part: str, problem: Problem) -> list[Ring]:
-    """Lists the rings worth a try: those that fit, in shared memory and in registers."""
+    """Lists the rings that fit in shared memory and registers."""
     reductions = gpu_query_gradient.REDUCTIONS if part == "query_gradient" else REDUCTION_BYTES
     # The key gradients keep two tiles of scores and two of results in registers.
     wide_scores = part != "key_gradient" or problem.D <= 64
@@ -192,7 +191,7 @@ def operands_of(part: str, problem: Problem) -> tuple:
     if part == "forward":
         return (Inputs(q, k, v, bias),)
     if part != "prompt":
-        # Any log-sum-exp well above the scores will do: only the time counts.
+        # Any log-sum-exp well above the scores works, because only the time matters.
         minus_lse = jnp.full((batch, problem.H, length), -10.0) / problem.scale
         residuals = Residuals(normal(*q.shape), minus_lse, jnp.zeros_like(minus_lse))
         return Inputs(q, k, v, bias), residuals
@@ -212,7 +211,7 @@ def operands_of(part: str, problem: Problem) -> tuple:
 
 
 def function_of(part: str, problem: Problem, ring: Ring):
-    """Returns the kernel with this ring, of the operands of `operands_of`."""
+    """Returns the kernel with this ring, as a function of the operands of `operands_of`."""
     if part == "prompt":
         options = {"window": WINDOW, "scale": problem.scale, "ring": ring}
         return functools.partial(prompt.prefill, **options)
@@ -220,7 +219,7 @@ def function_of(part: str, problem: Problem, ring: Ring):
 
 
 def tune_ring(part: str, dim: int) -> dict[str, Any]:
-    """Times all rings of one kernel; the entry of the best, with all times beside it."""
+    """Times all rings of one kernel; returns the best entry, with all times."""
     problem = problem_of(dim)
     operands = operands_of(part, problem)
     rings = rings_of(part, problem)
@@ -251,10 +250,10 @@ def tune_ring(part: str, dim: int) -> dict[str, Any]:
 
 
 def save_settings(folder: pathlib.Path, kernel: str, entry: dict[str, Any]) -> None:
-    """Puts an entry into this device's file of settings, in the place of one for the same shapes.
+    """Writes an entry into this device's settings file, replacing one for the same shapes.
 
     Args:
-      folder: where the files of all devices lie.
+      folder: the folder with the files of all devices.
       kernel: "operation/implementation".
       entry: see `pallas_kernels.tuned`.
     """
@@ -262,7 +261,7 @@ def save_settings(folder: pathlib.Path, kernel: str, entry: dict[str, Any]) -> N
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
     entries = {json.dumps(e["when"]): e for e in report["kernels"].get(kernel, [])}
     entries[json.dumps(entry["when"])] = entry | {"command": command(without=("--out",))}
-    # The first entry that applies is taken: those for little work come first.
+    # The first applicable entry is taken, so entries for little work come first.
     report["kernels"][kernel] = sorted(entries.values(), key=lambda e: "small" not in e["when"])
     write_json(path, report | environment())
 
@@ -271,7 +270,7 @@ def main(config: Config) -> None:
     """Tunes every shape and writes the device's file, keeping the entries of other kernels."""
     known = [case.name for case in cases.TUNING] if config.kernel == "decode" else []
     check_names("--cases", config.cases, known)
-    if config.kernel != "decode":  # all programs of a kernel are kept; jax has not started yet
+    if config.kernel != "decode":  # keeps all programs of a kernel; jax has not started yet
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     require_gpu()
     make_folder("--out", config.out)

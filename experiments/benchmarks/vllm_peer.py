@@ -1,19 +1,19 @@
-r"""Times requests beside vLLM: the same model, prompts and lengths, one card, one call.
+r"""Times requests beside vLLM: same model, prompts and lengths, one card, one call.
 
-Every system is a process that keeps its engine and is asked for one load at a time, so that what is
-compared runs in turns on the same card. vLLM runs in process, with CUDA graphs and without a prefix
-cache; of its attention backends and numbers of sequences the best counts. All answers are greedy
-and have the length that is asked for. Parts:
+Every system is a process that keeps its engine and runs one load at a time, so that compared
+systems alternate on the same card. vLLM runs in process, with CUDA graphs and without a prefix
+cache; the best of its attention backends and numbers of sequences counts. All answers are greedy
+and have the requested length. Parts:
 
-- **plain**: 1 to 1,024 chats of 105 tokens that are answered with 300, and first tokens of long
-  prompts, all with a plain cache that has room for them.
+- **plain**: 1 to 1,024 chats of 105 prompt and 300 new tokens, and first tokens of long prompts,
+  with a plain cache that has room for all.
 - **small**: the long prompts and up to 256 chats under SnapKV and DMS.
-- **binding**: a cache too small for its requests, plain, float8 and DMS, whose adapter is untrained
-  and draws decisions so that --ratio is met.
-- **mixed**: requests of 512 to 4,096 tokens in a cache that binds, under policies without training.
+- **binding**: a cache too small for its requests, plain, float8 and DMS, with an untrained adapter
+  that draws decisions to reach --ratio.
+- **mixed**: requests of 512 to 4,096 tokens in too small a cache, under training-free policies.
 - **http**: both servers under the clients of `benchmarks.serving`; needs --model.
 
-vLLM's wheel and what it needs may lie unpacked in a folder of its own (--vllm). Without --model
+vLLM's wheel and its dependencies may be unpacked in a separate folder (--vllm). Without --model
 both read random weights of --shape from a directory.
 
     python -m experiments.benchmarks.vllm_peer --shape qwen2.5-1.5b --parts plain \
@@ -55,7 +55,7 @@ from experiments.benchmarks.settings import check_numbers
 
 Part = Literal["plain", "small", "binding", "mixed", "http"]
 Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
-# Bytes of activations and graphs that vLLM takes beside weights and cache, at most.
+# Upper bound of vLLM's activations and graphs beside weights and cache, bytes.
 BESIDE = 8 << 30
 WINDOW = 128  # of DMS
 PAGE = 64
@@ -66,23 +66,23 @@ class Config:
     """Time requests beside vLLM."""
 
     model: pathlib.Path | None = None
-    """Directory of a model of --shape; one with random weights is made unless given."""
+    """Directory of a model of --shape; by default one with random weights is made."""
     shape: shapes.Shape = "qwen2.5-1.5b"
-    """Model whose shape is timed."""
+    """Model shape to time."""
     parts: tuple[Part, ...] = ("plain", "small", "binding", "mixed")
-    """What is timed."""
+    """Parts to time."""
     backends: tuple[Backend, ...] = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    """vLLM's attention backends; the parts after "plain" run the one that was best there."""
+    """vLLM's attention backends; the parts after "plain" run the best one of "plain"."""
     chats: tuple[int, ...] = (1, 32, 256, 1024)
-    """Numbers of chats, all asked at once."""
+    """Numbers of simultaneous chats."""
     prompts: tuple[tuple[int, int], ...] = ((64, 8192), (16, 32768))
     """Numbers and lengths of long prompts."""
     caches: tuple[float, ...] = (2e9, 4e9)
-    """Bytes of the caches that bind."""
+    """Bytes of the small caches."""
     binding: tuple[int, int, int] = (128, 128, 2048)
-    """Requests, tokens of a prompt and tokens of an answer where the cache binds."""
+    """Requests, tokens of a prompt and tokens of an answer for the small caches."""
     ratio: float = 4.0
-    """Compression ratio of DMS there, as measured."""
+    """Compression ratio of DMS there."""
     mixed: tuple[int, float] = (96, 12e9)
     """Requests and bytes of cache of the mixed part."""
     clients: int = 256
@@ -90,9 +90,9 @@ class Config:
     runs: int = 5
     """Timed calls after the first, two if that takes longer than 4 s; the median counts."""
     vllm: pathlib.Path | None = None
-    """Folder with vLLM's unpacked packages, before all others on the path of its process."""
+    """Folder with vLLM's unpacked packages, first on the path of its process."""
     start_minutes: float = 6.0
-    """Minutes after which a process of vLLM that has not started is given up."""
+    """Timeout for the start of a vLLM process, minutes."""
     out: pathlib.Path = pathlib.Path("runs/vllm_peer.json")
     """JSON file for the figures."""
 
@@ -110,16 +110,16 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """A library and how it stores and reads keys and values.
+    """A library with its storage of keys and values.
 
     Attributes:
-      project: whose engine it is.
+      project: the library.
       lanes: most sequences at a time.
       cache: bytes for keys and values.
       longest: tokens of the longest sequence.
       backend: vLLM's attention.
-      kv_dtype: of keys and values; None for the weights' type.
-      policy: what dms_jax keeps.
+      kv_dtype: dtype of keys and values; None for the weights' dtype.
+      policy: the policy of dms_jax.
     """
 
     project: Literal["dms_jax", "vllm"]
@@ -148,7 +148,7 @@ def short(policy: Policy) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Requests that are asked at once.
+    """Simultaneous requests.
 
     Attributes:
       prompts: lengths of their prompts.
@@ -159,7 +159,7 @@ class Load:
     new: int
 
     def draw(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Returns prompts of random tokens, others with each seed."""
+        """Returns prompts of random tokens, which depend on the seed."""
         random = np.random.default_rng(seed)
         return [random.integers(0, vocabulary, size).tolist() for size in self.prompts]
 
@@ -172,14 +172,14 @@ class Ours:
 
         assert config.model is not None
         model = dms_jax.load(config.model, dtype=jnp.bfloat16)
-        # Answers end at their length alone.
+        # Answers end only at their length.
         endless = dataclasses.replace(model.generation, eos_token_ids=())
         model = dataclasses.replace(model, generation=endless, tokenizer=None)
         self._model, self._system = shapes.with_scorer(model, system.policy), system
         self._engine: dms_jax.Engine | None = None
 
     def start(self) -> dict[str, Any]:
-        """Returns what it runs on."""
+        """Returns its environment."""
         from experiments.benchmarks.timing import environment
 
         return environment()
@@ -214,7 +214,7 @@ class Theirs:
     def __init__(self, config: Config, system: System):
         if config.vllm is not None:
             sys.path.insert(0, str(config.vllm))
-            os.environ["PYTHONPATH"] = str(config.vllm)  # of the processes that it starts
+            os.environ["PYTHONPATH"] = str(config.vllm)  # for the processes that it starts
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -236,7 +236,7 @@ class Theirs:
             max_model_len=system.longest,
             max_num_seqs=system.lanes,
             kv_cache_memory_bytes=int(system.cache),
-            gpu_memory_utilization=0.1,  # of what must be free at the start
+            gpu_memory_utilization=0.1,  # of the free memory at the start
             kv_cache_dtype=system.kv_dtype or "auto",
             attention_backend=system.backend,
             enable_prefix_caching=False,
@@ -257,7 +257,7 @@ class Theirs:
 
 
 def serve_loads(config: Config, system: System, pipe: Connection) -> None:
-    """Answers loads that come through a pipe, in a process of its own, until None comes."""
+    """Answers loads from a pipe, in a separate process, until it receives None."""
     log = config.out.with_suffix(f".{os.getpid()}.log")
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -280,13 +280,13 @@ def serve_loads(config: Config, system: System, pipe: Connection) -> None:
             if isinstance(engine, Ours):
                 figures["compression_ratio"] = engine.ratio
             pipe.send(figures)
-    except BaseException as error:  # whatever a system fails with, the others are timed
+    except BaseException as error:  # after any failure of a system the others are still timed
         pipe.send(f"{type(error).__name__}: {error}"[:500])
         raise
 
 
 class Worker:
-    """A system in a process of its own, which starts at once and is waited for later."""
+    """A system in a separate process, which starts at once and is awaited later."""
 
     def __init__(self, config: Config, system: System):
         self.system, self._minutes = system, config.start_minutes
@@ -312,13 +312,13 @@ class Worker:
         return None
 
     def started(self) -> bool:
-        """Waits until its engine is there; False if it failed."""
+        """Waits for its engine; returns False if it failed."""
         if self.about is None and self.error is None:
             self.about = self._receive(60 * self._minutes)
         return self.error is None
 
     def time(self, load: Load) -> dict[str, Any]:
-        """Returns the figures of a load, or what it failed with."""
+        """Returns the figures of a load, or its error."""
         figures = None
         if self.started():
             self._pipe.send(load)
@@ -341,9 +341,9 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(config: Config, systems: Sequence[System]) -> Iterator[list[Worker]]:
-    """Processes of these systems; those of vLLM start all at once, ours have the card first.
+    """Starts processes of these systems; vLLM's all at once, after ours have taken the card.
 
-    `jax` takes its share of the memory when it starts, which vLLM then does not see as free.
+    jax takes its share of the memory at its start, so vLLM does not see it as free.
     """
     made: list[Worker] = []
     held = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -367,7 +367,7 @@ def workers(config: Config, systems: Sequence[System]) -> Iterator[list[Worker]]
 
 
 def save_random(folder: pathlib.Path, shape: shapes.Shape) -> None:
-    """Saves a model with random weights, in a process of its own."""
+    """Saves a model with random weights, in a separate process."""
     import jax.numpy as jnp
 
     dms_jax.save(shapes.model_of(shape, jnp.bfloat16), Vanilla(), folder)
@@ -407,7 +407,7 @@ def head_dim_of(fields: dict[str, Any]) -> int:
 
 
 def vocabulary(config: Config) -> int:
-    """Returns the number of tokens that prompts are drawn from: none of the special ones."""
+    """Returns the number of tokens that prompts are drawn from, without special ones."""
     return max(shapes.SHAPES[config.shape]["vocab_size"] - 300, 16)
 
 
@@ -419,7 +419,7 @@ def token_bytes(config: Config) -> int:
 
 
 class Report:
-    """Rows, written as they come."""
+    """Rows, written after each."""
 
     def __init__(self, config: Config):
         self._path = config.out
@@ -429,12 +429,12 @@ class Report:
         )
 
     def about(self, worker: Worker) -> None:
-        """Takes what a system runs on."""
+        """Records a system's environment."""
         name = worker.system.project
         self.results["systems"].setdefault(name, worker.about)
 
     def add(self, part: str, load: str, system: str, **figures: Any) -> None:
-        """Takes the figures of a system under a load."""
+        """Records the figures of a system under a load."""
         row = dict(part=part, load=load, system=system, **figures)
         self.results["rows"].append(row)
         write_json(self._path, self.results)
@@ -444,7 +444,7 @@ class Report:
         print(part, "|", load, "|", system, "|", shown or figures, flush=True)
 
     def best(self) -> tuple[Any, ...]:
-        """Returns the backend that was fastest over the plain loads, if they were timed."""
+        """Returns the fastest backend over the plain loads, if they were timed."""
         rates: dict[str, list[float]] = {}
         for row in self.results["rows"]:
             if row["part"] == "plain" and row.get("backend") and "median" in row:
@@ -458,7 +458,7 @@ class Report:
 def time_all(
     config: Config, report: Report, part: str, systems: Sequence[System], loads: dict[str, Load]
 ) -> None:
-    """Times loads under systems, the systems in turns for each load."""
+    """Times loads under systems, alternating the systems for each load."""
     with workers(config, systems) as made:
         for worker in made:
             report.about(worker)
@@ -475,12 +475,12 @@ CHAT, ANSWER = 105, 300  # tokens of a question of GSM8K with its template, and 
 
 
 def chat_loads(counts: Sequence[int]) -> dict[str, Load]:
-    """Returns chats that are all asked at once."""
+    """Returns simultaneous chats."""
     return {f"{count:,} chats": Load((CHAT,) * count, ANSWER) for count in counts}
 
 
 def prompt_loads(config: Config) -> dict[str, Load]:
-    """Returns long prompts, of which the first token is asked."""
+    """Returns long prompts with one new token."""
     return {
         f"{count} prompts of {length:,}": Load((length,) * count, 1)
         for count, length in config.prompts
@@ -488,7 +488,7 @@ def prompt_loads(config: Config) -> dict[str, Load]:
 
 
 def room(config: Config) -> dict[str, Any]:
-    """Returns lanes and a cache in which no load of chats or prompts waits."""
+    """Returns lanes and a cache with room for every load of chats or prompts."""
     tokens = [count * (CHAT + ANSWER + PAGE) for count in config.chats]
     tokens += [count * (length + PAGE) for count, length in config.prompts]
     longest = max(CHAT + ANSWER, *(length + 1 for _, length in config.prompts))
@@ -505,7 +505,7 @@ def plain(config: Config, report: Report) -> None:
 
 
 def small(config: Config, report: Report) -> None:
-    """The same under policies that keep less; one process after another."""
+    """The same under policies that keep less, in one process after another."""
     lanes = min(256, max(config.chats))
     loads = chat_loads([lanes]) | prompt_loads(config)
     policies = Vanilla(), dms_jax.SnapKV(budget=1024), drawn_dms(config.ratio, config.prompts[0][1])
@@ -515,19 +515,19 @@ def small(config: Config, report: Report) -> None:
 
 
 def drawn_dms(ratio: float, tokens: int) -> dms_jax.DMS:
-    """Returns DMS with an adapter that evicts at random, to this ratio of so many tokens."""
+    """Returns DMS with an adapter that evicts at random, to this ratio at that length."""
     kept = (tokens / ratio - WINDOW - 1) / (tokens - WINDOW - 1)
     return dms_jax.DMS(
         window=WINDOW,
         source="adapter",
         decisions="bernoulli",
         alpha_scale=1.0,
-        alpha_offset=math.log(kept / (1 - kept)),  # an untrained adapter says 0
+        alpha_offset=math.log(kept / (1 - kept)),  # an untrained adapter outputs 0
     )
 
 
 def binding(config: Config, report: Report) -> None:
-    """Requests that reason for long in a cache too small for them."""
+    """Long reasoning requests in a cache too small for them."""
     requests, prompt, new = config.binding
     load = Load((prompt,) * requests, new)
     longest = prompt + new + PAGE
@@ -548,7 +548,7 @@ def binding(config: Config, report: Report) -> None:
 
 
 def mixed(config: Config, report: Report) -> None:
-    """Prompts of mixed lengths in a cache that binds, under policies without training."""
+    """Prompts of mixed lengths in too small a cache, under training-free policies."""
     requests, cache = config.mixed
     random = np.random.default_rng(0)
     lengths = tuple(random.integers(512, 4097, requests).tolist())
@@ -566,7 +566,7 @@ def mixed(config: Config, report: Report) -> None:
 
 @contextlib.contextmanager
 def vllm_server(config: Config, backend: Backend, lanes: int, longest: int) -> Iterator[str]:
-    """The address of vLLM's server, ended afterwards.
+    """A context with the address of vLLM's server.
 
     Raises:
       ConfigError: it did not start.
@@ -614,9 +614,9 @@ def vllm_server(config: Config, backend: Backend, lanes: int, longest: int) -> I
 
 
 def copy_endless(model: pathlib.Path, folder: pathlib.Path) -> None:
-    """Links a model directory's files into another folder, where hardly an answer ends by itself.
+    """Links a model directory's files into another folder, with a rare end token.
 
-    The tokenizer must name an end token: the last of its special ones, as rare as any.
+    The tokenizer must have an end token: the last of its special ones, which is rare.
     """
     for path in model.iterdir():
         if path.name not in ("config.json", "generation_config.json", "tokenizer_config.json"):
@@ -657,7 +657,7 @@ def time_servers(config: Config, report: Report) -> None:
                 asked = serving.Config(
                     clients=(clients,), vocabulary=vocabulary(config), temperature=0.0, **settings
                 )
-                # vLLM knows the model's own end tokens.
+                # vLLM reads the model's own end tokens.
                 more = {} if system == "dms_jax" else {"ignore_eos": True}
                 for run in range(3):
                     bodies = serving.make_requests(asked, serving.model_name(address), run)
@@ -669,7 +669,7 @@ def time_servers(config: Config, report: Report) -> None:
 
 
 def main(config: Config) -> None:
-    """Times the parts and writes the figures as they come."""
+    """Times the parts and writes the figures after each."""
     make_place("--out", config.out)
     report = Report(config)
     parts = dict(plain=plain, small=small, binding=binding, mixed=mixed, http=http)

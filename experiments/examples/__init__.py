@@ -1,1 +1,1 @@
-"""The library inside others: reinforcement learning with tunix, replicas behind Ray Serve."""
+"""The library inside other frameworks: tunix (reinforcement learning), Ray Serve (replicas)."""

@@ -1,12 +1,12 @@
-"""Replicas of `dms-jax serve` behind Ray Serve, which keeps each conversation at one of them.
+"""Replicas of `dms-jax serve` behind Ray Serve; each conversation stays on one of them.
 
     serve run experiments.examples.fleet:app replicas=2 gpus=1 options="--model m --adapter a"
 
-Clients of any API of the server talk to http://HOST:8000. Ray Serve's `ConsistentHashRouter` gives
-requests that begin alike to one replica, and to the next on its ring while that one is full; it
-starts a replica in the place of one that ended, and changes them in turn when `serve deploy` says
-other options. The stream of a replica that ended closes with an error event; a request without any
-output yet is sent to another replica. Needs ray[serve]>=2.60 and Linux.
+Clients of any API of the server talk to http://HOST:8000. Ray Serve's `ConsistentHashRouter` sends
+requests with the same beginning to one replica, and to the next on its ring while that one is full.
+Ray Serve replaces a replica that has ended, and replaces all in turn when `serve deploy` changes
+options. The stream of an ended replica closes with an error event; a request without output is sent
+to another replica. Needs ray[serve]>=2.60 and Linux.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 ADDRESS = re.compile(r" at (http://\S+)/v1$")
 PREFIX = 2048  # characters of the instructions, and of the first turn, that go into the key
-TRIES = 3  # replicas that a request without output is sent to
+TRIES = 3  # most replicas tried for a request without output
 HEALTH_TIMEOUT, DRAIN_SECONDS = 5.0, 30.0
 STREAM_SECONDS = 3600.0  # for open answers when a replica or the router shuts down
 SENT = ("authorization", "x-api-key", "origin")  # request headers passed to the server
@@ -57,10 +57,12 @@ class Replica:
     """A process of `dms-jax serve`, which ends with this one.
 
     Args:
-      options: of the command, as they are typed.
+      options: command line options.
     """
 
-    async def __init__(self, options: str):  # in the thread that stays: the signal is of its end
+    async def __init__(
+        self, options: str
+    ):  # in a thread that stays, because the signal is sent when the thread ends
         self._server = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "dms_jax.command_line", "serve", "--port", "0"),
             *("--drain-seconds", str(DRAIN_SECONDS), *shlex.split(options)),
@@ -75,8 +77,8 @@ class Replica:
                 break
         else:
             raise ReplicaEndedError(f"dms-jax serve {options} has ended; its log says why.")
-        async with self._client.get("/v1/models") as response:  # waits until requests are answered
-            if response.status != 401:  # a server with keys answers, too
+        async with self._client.get("/v1/models") as response:  # waits for requests in flight
+            if response.status != 401:  # answers without a key, too
                 response.raise_for_status()
 
     async def check_health(self) -> None:
@@ -110,7 +112,7 @@ class Replica:
 
 
 class Router:
-    """Answers HTTP by what the replicas answer."""
+    """Answers HTTP requests with the replicas' answers."""
 
     def __init__(self, replicas: Any):
         self._replicas = replicas.options(method_name="answer", stream=True)

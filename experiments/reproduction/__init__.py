@@ -1,1 +1,1 @@
-"""What made the pages of `results/` and chose the settings in them."""
+"""Scripts behind the pages of `results/`."""

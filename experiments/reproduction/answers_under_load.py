@@ -1,10 +1,10 @@
-"""How often an answer under load differs from the same request's answer alone, and why.
+"""Measures how often an answer under load differs from the answer alone, and why.
 
     python -m experiments.reproduction.answers_under_load --out runs/load.json
 
 Seeded and greedy requests of many lengths and temperatures arrive at random in an engine whose pool
-has a part of the pages that its lanes need, so some are preempted and recomputed. Then the same
-engine answers each with nothing else in flight. Of each answer that differs is reported:
+is too small for its lanes, so some are preempted and recomputed. Then the same engine answers each
+request alone. For each different answer it reports:
 
 - **place**: the first token that differs;
 - **logprobs**: the largest difference between log-probabilities before that place;
@@ -52,7 +52,7 @@ POLICIES: dict[str, tuple[str, Policy | None, dict[str, Any]]] = {
     "KCache": ("stories260k", dms_jax.KCache(top=16), {}),
     "float8": ("stories260k", dms_jax.Vanilla(), {"kv_dtype": "float8_e4m3"}),
 }
-DRAWS = 4096  # draws behind each margin
+DRAWS = 4096  # draws per margin
 MARGINS = [10.0**exponent for exponent in range(-7, 1)]
 
 
@@ -171,7 +171,7 @@ def make_all(model: LanguageModel, config: Config) -> list[Request]:
 def answer(
     engine: Engine, requests: list[Request], arriving: Callable[[bool], int]
 ) -> list[Request]:
-    """Serves requests, of which `arriving` says how many arrive at a time."""
+    """Serves requests; `arriving` returns the number that arrive at a time."""
     left = iter(requests)
 
     def incoming(idle: bool) -> list[Request] | None:

@@ -5,13 +5,13 @@ r"""Measure the papers' claims on one chat model, in calls of at most 25 minutes
     python -m experiments.reproduction.campaign --model coder-1.5b.gguf --data data --only record \
         --record experiments/results/real_models/qwen2.5-coder-1.5b.json
 
-Each call does the pieces that are left, in their order or that of the patterns of `--only`, and
-stops after `--minutes`. The result of a piece is `done/PIECE.json` in the run directory, so the
-same call goes on; inside a piece too, since answers, trainings and lessons have journals and
-checkpoints. A piece that fails prints its error, and the others go on. `--only record` writes all
-results to one file with the score of every problem, which `experiments.reproduction.claims` reads.
-Other `--seeds` may be trained elsewhere, in a run directory with copies of `data`, `lessons` and
-`done/lessons-*`; copy the files of its `done` back.
+Each call runs the remaining pieces, in their order or that of the patterns of `--only`, and stops
+after `--minutes`. The result of a piece is `done/PIECE.json` in the run directory, so the same call
+resumes, also inside a piece, because answers, trainings and lessons have journals and checkpoints.
+A piece that fails prints its error, and the others continue. `--only record` writes all results to
+one file with scores by problem, which `experiments.reproduction.claims` reads. Other `--seeds` may
+be trained elsewhere, in a run directory with copies of `data`, `lessons` and `done/lessons-*`; copy
+the files of its `done` back.
 
     lessons-SET              the model's own answers to training problems, greedy ones among them;
                              correct ones are trained on. The last `held_out` questions of GSM8K
@@ -20,7 +20,7 @@ Other `--seeds` may be trained elsewhere, in a run directory with copies of `dat
     ask-TASK-SYSTEM          one greedy answer a problem; AMC23 and AIME24: 32 at 0.7
     frontier-TASK-SYSTEM-T   chains for votes at a temperature, one greedy chain at T = 0
 
-Choose recipes by `ask-held-out-*` alone. Training-free rivals are measured twice: with the
+Choose recipes only by `ask-held-out-*`. Training-free rivals are measured twice: with the
 retrofit's measured peak of tokens (`peak`), and by the papers' rule, a share of the prompt and the
 longest answer (`share`). After eight worked examples (`gsm8k-8shot`) a prompt has a thousand
 tokens, so that a budget holds more than the question.
@@ -65,7 +65,7 @@ from experiments.reproduction.pieces import Piece, Results, chosen, do_pieces
 
 DMS = dms_jax.DMS(window=16, source="adapter")
 PLAIN = "plain"
-REFERENCE = "dms-3.3:0"  # training-free rivals have its measured peak as their budget
+REFERENCE = "dms-3.3:0"  # its measured peak is the budget of training-free rivals
 NEEDLES = ("niah_single_1", "niah_single_2")
 
 
@@ -78,17 +78,19 @@ class Config:
     data: pathlib.Path = pathlib.Path("data")
     """Folder with gsm8k/train.jsonl and test.jsonl, math/train.jsonl ("problem" and "solution" or
     "answer"), math500/test.jsonl, amc23/test.jsonl, aime24/test.jsonl, mmlu/test,
-    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. Pieces whose file is missing
-    are left out, with a message."""
+    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. Pieces without their file are left
+    out, with a message.
+    """
     out: pathlib.Path = pathlib.Path("runs/campaign")
-    """Run directory. The same command goes on with what is there."""
+    """Run directory. The same command resumes a run."""
     only: tuple[str, ...] = ("*",)
-    """Pieces to do, as patterns ("train-dms-3.3-*"), in the order of the patterns; "list" shows
-    which are done, "record" writes the record."""
+    """Pieces to run, as patterns ("train-dms-3.3-*"), in order; "list" shows completed ones,
+    "record" writes the record.
+    """
     record: pathlib.Path | None = None
     """File for --only record; record.json in the run directory unless given."""
     minutes: float = 25.0
-    """Minutes until the call stops; the same call goes on."""
+    """Minutes until the call stops; the same call resumes."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and cache."""
 
@@ -105,21 +107,21 @@ class Config:
     batch_size: int = 16
     """Sequences of an optimizer step."""
     keep: Literal["all", "ended", "correct"] = "correct"
-    """Which answers are trained on."""
+    """Answers to train on."""
     problems: int | None = None
     """Problems of each task; all of its file unless given."""
     ruler_problems: int = 50
     """Problems of each of RULER's tasks."""
     new_tokens: int = 400
-    """Longest answer to a problem of GSM8K and of a lesson on it."""
+    """Longest answer to a problem of GSM8K, in tests and in training data."""
     long_new_tokens: int = 2048
     """Longest answer to a problem of MATH-500, AMC23, AIME24 and HumanEval."""
     chains: tuple[int, ...] = (1, 3, 5, 9, 17)
-    """W of the frontiers: odd."""
+    """Numbers of chains W of the frontiers, odd."""
     temperatures: tuple[float, ...] = (0.5, 0.7, 1.0)
     """Temperatures of the frontiers, beside greedy answers."""
     repeats: int = 32
-    """Answers to each problem of AMC23 and AIME24, whose mean counts."""
+    """Answers to each problem of AMC23 and AIME24, which are averaged."""
     lanes: int = 1024
     """Sequences in the cache at a time."""
 
@@ -139,9 +141,9 @@ class Training:
     """One kind of training, repeated with seeds.
 
     Attributes:
-      ratios: compression ratios at which it is exported; the last one is the goal.
+      ratios: compression ratios at which it is exported; the last one is the target.
       trainable: low-rank updates beside frozen weights, or all weights.
-      policy: what is learned; None for the control.
+      policy: the trained policy; None for the control.
     """
 
     ratios: tuple[float, ...] = (2.0, 3.3)
@@ -169,7 +171,7 @@ TRAININGS = {
     "all-3.3": Training(trainable="all"),
     "kvpop": Training(policy=dms_jax.KVpop(budget=128, window=16)),
 }
-SEVERAL = ("dms-3.3", "control", "dms-8")  # trained with every seed; the others with the first
+SEVERAL = ("dms-3.3", "control", "dms-8")  # trained with every seed; the others with the first seed
 
 
 # -- systems --------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class Campaign:
         )
 
     def lessons(self, kind: str) -> dict[str, Any]:
-        """Samples and filters answers; goes on after those of earlier calls."""
+        """Samples and filters answers; resumes after those of earlier calls."""
         own = self.self_taught(kind)
         make_folder("--out", own.out)
         model = self.model(PLAIN)
@@ -298,7 +300,7 @@ class Campaign:
         return choose(own, questions, answers, own.out).figures
 
     def documents(self) -> list[Any]:
-        """The lessons of all sets that are done."""
+        """The documents of all completed sets."""
         found: list[Any] = []
         for kind in LESSONS:
             if self.results.has(f"lessons-{kind}"):
@@ -347,8 +349,8 @@ class Campaign:
         grows = rival.grows
         if grows == "answer":
             grows = round(self.results.read(f"ask-{task}-{PLAIN}")["new_tokens"])
-        # A window of 64 and as much beside it. If one cut cannot have so small a peak, the row of
-        # the record shows the measured one.
+        # A window of 64 and as much beside it. If one cut cannot reach so small a peak, the record
+        # has the measured one.
         least = 129 if rival.grows == "answer" else 24
         return rival.make(budget=max(peak - grows, least), **made)
 
@@ -509,7 +511,7 @@ def _others(length: int) -> list[RULER]:
     return [task for task in ruler_tasks(length) if task.name not in NEEDLES]
 
 
-FILES = {  # of a task, below the data
+FILES = {  # path of a task's file in the data
     "held-out": "gsm8k/train.jsonl",
     "gsm8k": "gsm8k/test.jsonl",
     "gsm8k-8shot": "gsm8k/test.jsonl",
@@ -585,7 +587,7 @@ def pieces(campaign: Campaign) -> Iterator[Piece]:
     main_, *more = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
     for temperature in (0.0, main_, *more):
         for system in every if temperature in (0.0, main_) else first:
-            for task in LENGTHS:  # all tasks of a model in turn: it is loaded once
+            for task in LENGTHS:  # all tasks of a model in sequence, so that it is loaded once
                 yield frontier(task, system, temperature)
     others = ("gsm8k-8shot", "humaneval", "ruler-4k", "ruler-16k", "needles-16k")
     for system in (PLAIN, *systems):
@@ -636,7 +638,7 @@ def _safe(name: str) -> str:
 
 
 def main(config: Config) -> int:
-    """Does the chosen pieces that are left; 1 if one failed or its file is missing."""
+    """Runs the remaining chosen pieces; returns 1 if one failed or its file is missing."""
     campaign = Campaign(config)
     plan = list(pieces(campaign))
     if config.only == ("list",):

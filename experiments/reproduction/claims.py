@@ -1,9 +1,9 @@
-"""Recompute every number of the pages about evidence from the records, and draw their pictures.
+"""Recompute every number of the evidence pages from the records, and draw their pictures.
 
     python -m experiments.reproduction.claims            # lists the numbers that differ; 1 if any
     python -m experiments.reproduction.claims --write    # corrects them, and draws the pictures
 
-A number on a page carries its formula, in a comment that Markdown does not show:
+A number on a page has its formula in a comment that Markdown hides:
 
     loses 1.8 ± 0.8<!--= lost 0.5b nine plain gsm8k --> points
 
@@ -15,7 +15,7 @@ A number on a page carries its formula, in a comment that Markdown does not show
     times RECORD SYSTEM SYSTEM MEASURE [peak | reads]   how much more the second has
     gain RECORD SYSTEM SYSTEM reads|peak [MEASURE]      average gain of votes over the best decoding
                                            of the second
-    sampled RECORD SYSTEM SYSTEM AXIS      the same without greedy points: what to distrust
+    sampled RECORD SYSTEM SYSTEM AXIS      the same without greedy points: misleading
     votes RECORD SYSTEM CHAINS [MEASURE]   score of the vote of so many chains ("9", or "9@0.7" if
                                            there are several temperatures); 0 chains: greedy
     votes-gap | votes-reads RECORD SYSTEM CHAINS SYSTEM CHAINS [MEASURE]    difference, ratio
@@ -23,9 +23,9 @@ A number on a page carries its formula, in a comment that Markdown does not show
                                            number may replace either
     verdict FORMULA > BOUND [and FORMULA > BOUND ...]
 
-`records` says what SYSTEMS and MEASURE can be. Errors are one standard error over problems and
-trainings. A verdict is "shown" if every difference is above its bound by two errors, "partly" if
-some are; if none is, "contradicted" if one is below its bound by two errors, else "not shown".
+`records` defines SYSTEMS and MEASURE. Errors are one standard error over problems and trainings. A
+verdict is "shown" if every difference is above its bound by two errors, "partly" if some are; if
+none is, "contradicted" if one is below its bound by two errors, else "not shown".
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def _sampled(name: str, left: str, right: str, axis: str, *measure: str) -> Meas
 
 
 def _point(name: str, system: str, chains: str, *measure: str) -> Point:
-    """The point of so many chains with the longest answers."""
+    """The point with that many chains and the longest answers."""
     whole = points(name, (system,), *measure).points
     count, _, temperature = chains.partition("@")
     found = [
@@ -186,10 +186,10 @@ def _percent(value: Measured, sign: str) -> str:
 
 
 def computed(formula: str) -> str:
-    """What a page shows for a formula.
+    """Returns the text of a formula's value on a page.
 
     Raises:
-      DataError: there is no such formula, or the records lack what it needs.
+      DataError: there is no such formula, or the records lack its data.
     """
     word, *rest = formula.split()
     try:
@@ -203,7 +203,7 @@ def computed(formula: str) -> str:
 
 
 def verdict(text: str) -> str:
-    """What the records say of differences that should be above bounds in points; see the module."""
+    """Returns the verdict on differences that should exceed bounds in points; see the module."""
     found = []
     for part in text.split(" and "):
         formula, bound = part.rsplit(" > ", 1)
@@ -223,14 +223,14 @@ def verdict(text: str) -> str:
 
 
 def recomputed(text: str) -> str:
-    """A page with every number as its formula computes it."""
+    """Returns a page with every number recomputed."""
     return TAGGED.sub(
         lambda found: f"{computed(found['formula'])}<!--= {found['formula']} -->", text
     )
 
 
 def formulas(text: str) -> int:
-    """How many numbers of a page carry a formula.
+    """Returns the number of formulas on a page.
 
     Raises:
       DataError: a formula does not follow a number or a verdict.

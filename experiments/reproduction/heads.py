@@ -1,8 +1,8 @@
-"""How unevenly the heads of retrofitted real models hold tokens.
+"""Measures how unevenly the heads of retrofitted real models hold tokens.
 
-KVpop (arXiv 2607.05061) says of DMS that a few of its heads keep nearly everything and the others
-their window alone. Here two retrofits read texts token by token through the paged cache, and the
-share of the tokens before the window that each head holds at the end is counted. No head gives up
+KVpop (arXiv 2607.05061) states that under DMS a few heads keep nearly everything and the others
+only their window. Here two retrofits read texts token by token through the paged cache; the script
+counts the share of the tokens before the window that each head holds at the end. Every head keeps
 the window. Qwen2.5-Coder-0.5B reads its own greedy answers to GSM8K, SmolLM2 reads RULER's needles,
 and both read wikitext-2.
 
@@ -32,7 +32,7 @@ from dms_jax.model.language_model import LanguageModel
 
 NEAR_WHOLE = 0.9
 NEEDLES = ("niah_single_1", "niah_single_2")
-COLUMNS = {  # of the table: figure -> format
+COLUMNS = {  # columns of the table: figure -> format
     "texts": "",
     "tokens": ",",
     "ratio": ".2f",
@@ -49,7 +49,7 @@ COLUMNS = {  # of the table: figure -> format
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Count what each head of the retrofitted real models holds."""
+    """Count the tokens that each head of the retrofitted real models holds."""
 
     out: pathlib.Path = pathlib.Path("runs/heads")
     """Folder for data.json and heads.png."""
@@ -59,17 +59,17 @@ class Config:
     smollm2: str = ""
     """SmolLM2-135M-Instruct, in any of these forms. Left out if not given."""
     qwen_adapter: pathlib.Path | None = None
-    """Its retrofit, as `campaign` or `dms-jax retrofit self-taught` exports it."""
+    """Its retrofit, exported by `campaign` or `dms-jax retrofit self-taught`."""
     smollm2_adapter: pathlib.Path | None = None
     """Its retrofit; the one that ships unless given."""
     data: pathlib.Path = pathlib.Path("data")
     """Folder with gsm8k/test.jsonl and text/wikitext-2/test.txt."""
     answers: int = 8
-    """Answers to GSM8K, each cut to one length with its question."""
+    """Answers to GSM8K, with their questions, cut to one length."""
     answer_tokens: int = 256
     """Tokens of each question with its answer."""
     texts: int = 4
-    """Pieces of wikitext-2, from all over it, and needles."""
+    """Number of equidistant pieces of wikitext-2, and of needles."""
     text_tokens: int = 1024
     """Tokens of each."""
 
@@ -134,7 +134,7 @@ def answers(config: Config, model: LanguageModel) -> Int[np.ndarray, "B T"]:
 
 
 def pieces(config: Config, model: LanguageModel) -> Int[np.ndarray, "B T"]:
-    """Returns pieces of wikitext-2's test text, at equal distances."""
+    """Returns equidistant pieces of wikitext-2's test text."""
     text = (config.data / "text" / "wikitext-2" / "test.txt").read_text(encoding="utf-8")
     tokens = np.asarray(model.tokenizer.encode(text, add_special_tokens=False))
     length = min(config.text_tokens, model.config.max_position_embeddings, len(tokens))
@@ -163,14 +163,14 @@ def kept(held: Retention) -> Float[np.ndarray, "L K"]:
 
 
 def figures_of(held: Retention) -> dict[str, Any]:
-    """Returns how evenly the heads keep the texts that they read.
+    """Returns figures of how evenly heads keep tokens.
 
     - ratio: tokens over live tokens at the end, all heads together.
     - kept: mean of the heads' shares; least, most, least_layer: of a head, of a layer.
-    - largest_quarter: what a quarter of the heads has of all that is held before the window.
+    - largest_quarter: the share of all live tokens before the window in a quarter of the heads.
     - near_empty: share of heads with less than a tenth of the mean; near_whole: with at least 90%;
       between: with 10 to 90%.
-    - text_agreement: see there.
+    - text_agreement: see `text_agreement`.
     """
     shares = kept(held)
     order = np.sort(shares, axis=None)
@@ -194,7 +194,7 @@ def figures_of(held: Retention) -> dict[str, Any]:
 
 
 def text_agreement(held: Retention) -> float:
-    """Returns how alike the heads' ratios are in two texts: the mean correlation of their logs.
+    """Returns the agreement of the heads' ratios in two texts: the mean correlation of their logs.
 
     1 if the heads that compress most are the same in all texts, 0 if the text decides; NaN for a
     single text.
@@ -206,7 +206,7 @@ def text_agreement(held: Retention) -> float:
 
 
 def draw(path: pathlib.Path, maps: dict[str, Float[np.ndarray, "L K"]]) -> None:
-    """Draws the share that each head keeps, a panel for each model and text."""
+    """Draws the share that each head keeps, one panel per model and text."""
     from matplotlib.figure import Figure
 
     layers, heads = np.max([shares.shape for shares in maps.values()], axis=0)

@@ -1,12 +1,12 @@
-"""What a model loses when its cache holds keys and values in fewer bits.
+"""Measures the loss from keys and values in fewer bits.
 
     python -m experiments.reproduction.kv_bits
     python -m experiments.reproduction.kv_bits --model MODEL.gguf --text TEXT --length 1024
 
-A text goes through the paged cache in chunks; every token attends to keys and values as they are
-stored, its own among them, as in decode steps. Compared are caches in the model's type, bfloat16,
-float8, and integers of 4 bits with a scale for every 32 numbers or for the whole vector of a head,
-rotated first or not. `kv_dtype="int4"` gives "int4"; only this script has the other forms.
+The paged cache reads a text in chunks; every token attends to stored keys and values, its own
+included, as in decode steps. It compares caches in the model's dtype, bfloat16, float8, and 4-bit
+integers with a scale for every 32 numbers or for a head's whole vector, with and without rotation.
+`kv_dtype="int4"` is "int4"; only this script has the other forms.
 
 Measured in nats a token: the loss above that of the model's own type, and the divergence
 KL(own || stored) of the next token. Errors are standard errors over sequences.
@@ -45,7 +45,7 @@ OWN = "own"
 
 @dataclasses.dataclass(frozen=True)
 class Bfloat16(Format):
-    """A bfloat16 cache for a model of another type; prompts in chunks can read it, steps cannot."""
+    """A bfloat16 cache for a model of another dtype, readable by prompt chunks but not by steps."""
 
     def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Array, Array]:
         """Returns the numbers, and no scales."""
@@ -67,7 +67,7 @@ FORMS: dict[str, Format] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a model loses when its cache holds keys and values in fewer bits."""
+    """Measure the loss from keys and values in fewer bits."""
 
     model: str = "stories260k"
     """A shipped model's name, a Hugging Face directory or hub id, or a GGUF file."""
@@ -86,7 +86,7 @@ class Config:
 
 
 def caches_of(head_dim: int) -> list[str]:
-    """The caches to compare; a small head's vector is a single group in any case."""
+    """The caches to compare; a small head's vector is always a single group."""
     forms = ["bfloat16", "float8_e4m3", "int4", *list(FORMS)[1:]]
     whole = Int4().group
     assert whole is not None
@@ -107,7 +107,7 @@ def advance(
 def against(
     own: Float[Array, "T V"], stored: Float[Array, "T V"], targets: Int[Array, " T"]
 ) -> Float[Array, "3 T"]:
-    """Loss and divergence of each token, and whether its likeliest token is another."""
+    """Loss and divergence of each token, and whether its likeliest token differs."""
     loss = -jnp.take_along_axis(stored, targets[:, None], axis=-1)[:, 0]
     divergence = (jnp.exp(own) * (own - stored)).sum(-1)
     return jnp.stack([loss, divergence, own.argmax(-1) != stored.argmax(-1)])
@@ -191,7 +191,7 @@ def summary(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints the rows as a table of Markdown."""
+    """Prints the rows as a Markdown table."""
     print(
         "| cache | bits a number | bytes a token | perplexity | loss above its own, nats "
         "| KL, nats | other likeliest token |"

@@ -1,17 +1,17 @@
-"""What kvpress and dms_jax keep of the same prompts, with the same weights, press by press.
+"""Compares the tokens that kvpress and dms_jax keep, with equal prompts and weights.
 
 The weights are written in float32 as a Hugging Face directory that both sides read, and the prompts
-are RULER's, all of one length. kvpress (0.5.5 was compared) wants transformers < 5.3, so it runs in
-an environment of its own, by its interpreter (`kvpress_side`):
+are RULER's, all of one length. kvpress (0.5.5) needs transformers < 5.3, so it runs with the
+interpreter of a separate environment (`kvpress_side`):
 
     uv venv peer && uv pip install -p peer/bin/python "kvpress==0.5.5" "transformers<5.3" torch
     python -m experiments.reproduction.kvpress_peer --model qwen2.5-coder-0.5b-instruct.gguf \
         --kvpress peer/bin/python
 
-Each layer is cut to a share of the prompt at its end. Compared are the positions that every layer
-and KV head keeps, the scores, and greedy answers from what is kept, where both sides leave it alone
-during the answer. Writes data.json and prints the table of `experiments/results/kvpress`; what
-travels between the sides is in --work.
+Each layer is cut to a share of the prompt at its end. The script compares the kept positions of
+every layer and KV head, the scores, and greedy answers from the kept tokens, if neither side evicts
+during the answer. Writes data.json and prints the table of `experiments/results/kvpress`; files
+exchanged between the sides are in --work.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ import pathlib, sys
 from experiments.reproduction import kvpress_side
 kvpress_side.main(pathlib.Path(sys.argv[1]))
 """
-TRIES = 200  # problems of a task, one of which must have exactly the length
+TRIES = 200  # problems of a task to search for the exact length
 
-# Each policy as a function of the tokens that are kept, and of those of the whole request.
+# Each policy as a function of the kept tokens, and of the tokens of the whole request.
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "SnapKV, window 32": lambda kept, _: SnapKV(budget=kept, window=32, interval=None),
     "SnapKV, window 64": lambda kept, _: SnapKV(budget=kept, window=64, interval=None),
@@ -68,17 +68,17 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "Knorm": lambda kept, _: Knorm(budget=kept, interval=None),
     "KeyDiff": lambda kept, _: KeyDiff(budget=kept, interval=None),
     "TOVA": lambda kept, _: TOVA(budget=kept),
-    # Its prompts are dense with a compression ratio alone.
+    # Its prompts are dense only with a compression ratio.
     "StreamingLLM": lambda kept, tokens: StreamingLLM(compression_ratio=tokens / kept),
     "H2O": lambda kept, _: H2O(budget=kept),
 }
-# Beyond the prompt these evict a token for each new one, and presses do not.
+# After the prompt these evict a token for each new one; presses do not.
 BY_TOKEN = ("TOVA", "StreamingLLM", "H2O")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Compare what kvpress and dms_jax keep."""
+    """Compare the tokens that kvpress and dms_jax keep."""
 
     model: str
     """Model with a tokenizer and a chat template: GGUF file, Hugging Face directory or hub id."""
@@ -86,15 +86,15 @@ class Config:
     """Python of the environment with kvpress. Unless given, its results of an earlier call are read
     from --work."""
     tasks: tuple[RulerName, ...] = ("niah_multikey_1", "niah_multivalue", "fwe")
-    """RULER's tasks, a prompt of each."""
+    """RULER's tasks, one prompt of each."""
     tokens: int = 512
     """Tokens of each prompt."""
     ratios: tuple[float, ...] = (0.5, 0.75)
-    """Shares of a prompt that are removed; answers are given from the first."""
+    """Removed shares of a prompt; answers use the first one."""
     new_tokens: int = 32
-    """Tokens of each answer, at most."""
+    """Most tokens of each answer."""
     work: pathlib.Path = pathlib.Path("runs/kvpress")
-    """Folder for the weights, the prompts and what each side kept."""
+    """Folder for the weights, the prompts and the results of each side."""
     out: pathlib.Path = pathlib.Path("runs/kvpress/compared")
     """Folder for data.json."""
 
@@ -105,11 +105,11 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What one side kept of the prompts.
+    """The tokens that one side kept.
 
     Attributes:
       kept: mask of the positions by policy and ratio, as in "Knorm/0.5".
-      scores: the score of every position, likewise; inf for what is always kept.
+      scores: the score of every position, likewise; inf for protected positions.
       answers: greedy answers by policy.
     """
 
@@ -192,7 +192,7 @@ def prompts(model: LanguageModel, config: Config) -> list[list[int]]:
 
 # -- our side --------------------------------------------------------------------------------------
 
-_cuts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # layer -> scores, mask of what is kept
+_cuts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # layer -> scores, mask of kept tokens
 
 
 def _note(layer: Any, scores: Any, keep: Any) -> None:
@@ -201,7 +201,7 @@ def _note(layer: Any, scores: Any, keep: Any) -> None:
 
 @functools.cache
 def _noting(policy: type[Any]) -> type[Any]:
-    """Returns the class of a policy that notes the scores and the mask of every cut.
+    """Returns the class of a policy that records the scores and the mask of every cut.
 
     A prompt is appended, so before it is cut the slot of a token is its position.
     """
@@ -224,12 +224,12 @@ def _noting(policy: type[Any]) -> type[Any]:
 
 
 def ours_of(model: LanguageModel, texts: list[list[int]], config: Config) -> Side:
-    """Reads the prompts under every policy, and answers them from what it keeps."""
+    """Reads the prompts under every policy, and answers them from the kept tokens."""
     side = Side({}, {}, {})
     for name, make in POLICIES.items():
         for ratio in config.ratios:
             answered = ratio == config.ratios[0] and name not in BY_TOKEN
-            # A second token is asked for, so that the prompt is cut before the answer ends.
+            # Two tokens are requested, so that the prompt is cut before the answer ends.
             new = config.new_tokens if answered else 2
             policy = make(config.kept(ratio), config.tokens + new)
             fields = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
@@ -260,7 +260,7 @@ def ours_of(model: LanguageModel, texts: list[list[int]], config: Config) -> Sid
 
 
 def peers(config: Config) -> tuple[Side, dict[str, str]]:
-    """Returns what kvpress kept, and the versions that it ran with.
+    """Returns kvpress's kept tokens, and its versions.
 
     Raises:
       DataError: it has not run.
@@ -284,13 +284,13 @@ def peers(config: Config) -> tuple[Side, dict[str, str]]:
 
 
 def figures_of(name: str, budget: int, place: str, ours: Side, theirs: Side) -> dict[str, Any]:
-    """Returns how far both sides agree on one policy at one ratio.
+    """Returns the agreement of both sides on one policy at one ratio.
 
     `same`: share of the positions that kvpress keeps that dms_jax keeps too. `rows`: share of the
-    rows (a KV head of a layer in a prompt) that are equal to the last position. `furthest`: of the
-    positions that differ, the largest distance of kvpress's score from the highest that it drops,
-    relative to that. `scores`: the largest and the median relative difference of two scores, of
-    positions that neither side protects.
+    rows (a KV head of a layer in a prompt) that are equal to the last position. `furthest`: the
+    largest relative distance of kvpress's score at a differing position from its highest dropped
+    score. `scores`: the largest and the median relative difference of scores at positions that
+    neither side protects.
     """
     mine, score = ours.kept[place], ours.scores[place]
     kept, want = theirs.kept[place], theirs.scores[place]
@@ -299,7 +299,7 @@ def figures_of(name: str, budget: int, place: str, ours: Side, theirs: Side) -> 
     if name == "StreamingLLM":
         return found
     protected = np.isinf(score) | (want == want.max((1, 2, 3), keepdims=True))
-    if name == "H2O":  # a sum over queries; the press takes the mean over those that see a key
+    if name == "H2O":  # a sum over queries; the press takes the mean over queries that see a key
         want = want * np.arange(want.shape[-1], 0, -1)
     if name in RULES:
         by_rule = RULES[name](want, budget)
@@ -318,8 +318,8 @@ def agreement(
     """Returns `same`, `rows` and `furthest` of `figures_of`.
 
     Args:
-      mine: what dms_jax keeps.
-      kept: what kvpress keeps.
+      mine: mask of dms_jax.
+      kept: mask of kvpress.
       scores: kvpress's scores.
       pooled: whether the heads of a layer compete.
     """
@@ -336,14 +336,14 @@ def agreement(
 
 
 def h2o(sums: Float[np.ndarray, "L B K T"], budget: int) -> Bool[np.ndarray, "L B K T"]:
-    """Returns what H2O keeps: the larger half by recency, the rest by the sums of weights."""
+    """Returns H2O's tokens: the larger half by recency, the rest by sums of weights."""
     sums = np.array(sums)
     sums[..., sums.shape[-1] - (budget - budget // 2) :] = np.inf
     return _latest_of_the_highest(sums, budget)
 
 
 def knorm(scores: Float[np.ndarray, "L B K T"], budget: int) -> Bool[np.ndarray, "L B K T"]:
-    """Returns what Knorm keeps of norms that have 12 bits behind the first."""
+    """Returns Knorm's tokens, for norms with 12 bits after the first."""
     mantissa, exponent = np.frexp(scores.astype(np.float64))  # of 0.5 to 1
     return _latest_of_the_highest(np.ldexp(np.round(mantissa * 2**13), exponent - 13), budget)
 
@@ -361,7 +361,7 @@ def show(
     figures: dict[str, dict[str, Any]],
     answers: dict[str, list[list[list[int]]]],
 ) -> None:
-    """Prints the figures as a table of Markdown."""
+    """Prints the figures as a Markdown table."""
     print("| policy | removed | same positions | equal rows | furthest | scores | answers |")
     print("|---" + "|---:" * 6 + "|")
     for place, found in figures.items():

@@ -1,8 +1,8 @@
-"""What kvpress keeps and answers: the side of `kvpress_peer` that runs in kvpress's environment.
+"""The side of `kvpress_peer` that runs in kvpress's environment: kept tokens and answers.
 
-It imports nothing of dms_jax. A press cuts each layer after the layer has attended to the whole
-prompt, so a prompt is read once, without any, and every press is then given what its hook would
-have been given: the layer, its input, its keys, values and attention weights.
+It imports nothing of dms_jax. A press cuts each layer after it has attended to the whole prompt. So
+a prompt is read once without a press, and every press then gets the arguments of its hook: the
+layer, its input, keys, values and attention weights.
 """
 
 import importlib.metadata
@@ -49,7 +49,7 @@ def main(folder: pathlib.Path) -> None:
 
 
 def presses(kvpress: Any) -> dict[str, Callable[[float], Any]]:
-    """Returns the presses that are compared, as functions of the share that they remove."""
+    """Returns the compared presses, as functions of the removed share."""
     return {
         "SnapKV, window 32": lambda ratio: kvpress.SnapKVPress(ratio, window_size=32),
         "SnapKV, window 64": lambda ratio: kvpress.SnapKVPress(ratio, window_size=64),
@@ -85,7 +85,7 @@ def read(model: Any, texts: Any) -> tuple[list[tuple[Any, ...]], Any]:
 
     hooks = []
     for layer in model.model.layers:
-        layer.self_attn.rotary_emb = model.model.rotary_emb  # as `BasePress.__call__` does
+        layer.self_attn.rotary_emb = model.model.rotary_emb  # like `BasePress.__call__`
         hooks.append(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
     out = model(input_ids=texts, past_key_values=transformers.DynamicCache(), logits_to_keep=1)
     for each in hooks:
@@ -94,10 +94,10 @@ def read(model: Any, texts: Any) -> tuple[list[tuple[Any, ...]], Any]:
 
 
 def cut(press: Any, calls: list[tuple[Any, ...]]) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Returns the scores of a press, a mask of what it keeps, both [L, B, K, T], and the cut cache.
+    """Returns the scores and the mask of a press, both [L, B, K, T], and the cut cache.
 
-    A press does not say which keys it keeps, so they are looked up among those it was given; AdaKV
-    says which it masks.
+    A press does not report the kept keys, so they are looked up among its inputs; AdaKV reports
+    masked keys.
     """
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -129,7 +129,7 @@ def cut(press: Any, calls: list[tuple[Any, ...]]) -> tuple[np.ndarray, np.ndarra
 
 
 def find(keys: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Returns which of the keys [T, D] are among those that are left [N, D]."""
+    """Returns which of the keys [T, D] are among the remaining ones [N, D]."""
     places = {key.tobytes(): place for place, key in enumerate(keys)}
     assert len(places) == len(keys), "two rotated keys of a row are equal"
     mask = np.zeros(len(keys), bool)
@@ -140,7 +140,7 @@ def find(keys: np.ndarray, left: np.ndarray) -> np.ndarray:
 def answer(
     model: Any, cache: Any, logits: Any, tokens: int, asked: dict[str, Any]
 ) -> list[list[int]]:
-    """Returns the greedy answers after prompts of so many tokens, without the end tokens."""
+    """Returns the greedy answers after prompts of that many tokens, without the end tokens."""
     import torch  # pyright: ignore[reportMissingImports]
 
     said = logits.argmax(-1, keepdim=True)
@@ -155,5 +155,5 @@ def answer(
 
 
 def until(tokens: list[int], end: list[int]) -> list[int]:
-    """Returns what is before the first end token."""
+    """Returns the tokens before the first end token."""
     return tokens[: next((n for n, each in enumerate(tokens) if each in end), len(tokens))]

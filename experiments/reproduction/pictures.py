@@ -1,4 +1,4 @@
-"""The pictures of the pages about evidence, drawn from the records by `claims --write`."""
+"""The pictures of the evidence pages, drawn from the records by `claims --write`."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ class Picture:
 
     Attributes:
       record: name of the record.
-      draw: draws into a file, from the record of that name.
-      enough: whether the record of that name has what the picture compares.
+      draw: draws the record into a file.
+      enough: whether the record has the compared systems.
     """
 
     record: str
@@ -40,9 +40,9 @@ Curves = dict[str, tuple[str, ...]]  # name -> systems
 
 
 def draw_curves(path: pathlib.Path, name: str, *, title: str, curves: Curves) -> None:
-    """Draws GSM8K scores against the peak of live tokens, a curve for each method.
+    """Draws GSM8K scores against the peak of live tokens, one curve per method.
 
-    Systems that the record lacks are left out.
+    Systems missing from the record are left out.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Pieces of work whose results are files, so that the same call goes on where another stopped."""
+"""Resumable pieces of work, whose results are files."""
 
 import contextlib
 import dataclasses
@@ -23,9 +23,9 @@ class Piece:
 
     Attributes:
       name: for files and patterns.
-      needs: names of pieces that must be done before.
-      work: does the piece and returns its result, JSON data.
-      file: what it reads; None for nothing.
+      needs: names of pieces that must be done first.
+      work: runs the piece and returns its result, JSON data.
+      file: its input file, or None.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """The results of pieces: a file NAME.json for each that is done."""
+    """The results of pieces: a file NAME.json for each completed one."""
 
     folder: pathlib.Path
 
@@ -49,14 +49,14 @@ class Results:
         return self.path(name).exists()
 
     def read(self, name: str) -> Any:
-        """The result of a piece that is done."""
+        """The result of a completed piece."""
         return json.loads(self.path(name).read_text(encoding="utf-8"))
 
 
 def do_pieces(pieces: Sequence[Piece], results: Results, *, minutes: float) -> int:
-    """Does the pieces that are left, in order, until the time is over.
+    """Runs the remaining pieces in order, until the time is over.
 
-    A piece that fails prints its error, and the others go on.
+    A piece that fails prints its error, and the others continue.
 
     Returns:
       1 if a piece failed or its file is missing, else 0.
@@ -115,7 +115,7 @@ def chosen(pieces: Sequence[Piece], patterns: Sequence[str]) -> list[Piece]:
 def _interrupted_at(end: float) -> Iterator[None]:
     """Sends Ctrl-C at a time of `time.monotonic`, unless the block has ended.
 
-    A shell has commands in the background ignore Ctrl-C, so the block has a handler of its own.
+    Shells make background commands ignore Ctrl-C, so the block installs a handler.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     wait = max(end - time.monotonic(), 0)
@@ -127,6 +127,6 @@ def _interrupted_at(end: float) -> Iterator[None]:
     finally:
         try:
             timer.cancel()
-            timer.join()  # a signal on its way arrives here, not behind the block
+            timer.join()  # a pending signal arrives here, not after the block
         finally:
             signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The records of `experiments/results` with scores by problem, and what is read from them.
+"""Reads the records of `experiments/results`, which have scores by problem.
 
 SYSTEMS names a system of a record: its last training ("control"), one ("control:8"), all of them
 ("control:*"), or a group of trainings of the record ("nine"). MEASURE is a task ("gsm8k"), or one
@@ -26,7 +26,7 @@ RECORDS = {  # of each model
     "135m": "real_models/smollm2-135m.json",
     "11m": "reasoner_11m/record.json",
 }
-NINE = (  # RULER's tasks in the order they alternate; its two easiest are measured apart
+NINE = (  # RULER's tasks in their alternating order; the two easiest are measured separately
     *("niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 )
@@ -34,7 +34,7 @@ NINE = (  # RULER's tasks in the order they alternate; its two easiest are measu
 
 @functools.cache
 def record(name: str) -> dict[str, Any]:
-    """What was measured of a model: `rows` of one chain, and `votes`."""
+    """The record of a model: `rows` of one chain, and `votes`."""
     return json.loads((RESULTS / RECORDS[name]).read_text(encoding="utf-8"))
 
 
@@ -68,7 +68,7 @@ def mean_of(what: str, name: str, systems: str, measure: str) -> float:
 def scores(
     name: str, systems: str, measure: str
 ) -> Float[np.ndarray, "trainings problems"] | Float[np.ndarray, "seeds 1"]:
-    """Scores by problem; the mean of each seed where a record has no more."""
+    """Scores by problem; the mean of each seed if a record has no more."""
     found = []
     for row in rows(name, systems, measure):
         if "by_seed" in row:
@@ -80,7 +80,7 @@ def scores(
 
 
 def gap(name: str, left: str, right: str, measure: str) -> Measured:
-    """Difference of two systems, paired by problem where scores by problem are known."""
+    """Difference of two systems, paired by problem if scores by problem are known."""
     parts = []
     for each in measure.split("+"):
         one, other = scores(name, left, each), scores(name, right, each)
@@ -159,7 +159,7 @@ def _votes(row: dict[str, Any], chains: int) -> Float[np.ndarray, " problems"]:
 
 
 def _spent(row: dict[str, Any], axis: str, chains: int) -> Float[np.ndarray, " problems"]:
-    """Tokens of so many chains of each problem; some records have only the mean of greedy ones."""
+    """Tokens of that many chains per problem; some records have only the mean of greedy ones."""
     own = np.broadcast_to(
         np.asarray(row[axis], np.float64), (len(next(iter(row["scores"].values()))),)
     )

@@ -1,8 +1,8 @@
 """`decode_attention`: one new token of each sequence against its rows of pages.
 
 A row is the cache of one KV head of one sequence: a list of pages and a length. Its G query heads
-attend to the row's first `length` slots and to nothing else. Rows may differ in length, and no work
-is spent on padding.
+attend only to the row's first `length` slots. Rows may differ in length, and no work is spent on
+padding.
 """
 
 import dataclasses
@@ -58,11 +58,11 @@ def decode_attention(
 
     Args:
       q: the G query heads of each row.
-      k_pages: key pages of the pool; `page_table` says which belong to a row.
-      v_pages: value pages of the pool, of the same dtype. There must be at least as many as the
-        live table entries name.
+      k_pages: key pages of the pool; `page_table` assigns them to rows.
+      v_pages: value pages of the pool, of the same dtype; must include all pages in live table
+        entries.
       page_table: page numbers of each row, integers. Entries from ceil(length / P) on are never
-        read and may hold any value.
+        read and may have any value.
       lengths: number of live slots of each row, integers, 0 to M * P. A row of length 0 gives
         zeros.
       scale: factor on the scores, usually D ** -0.5.
@@ -70,24 +70,23 @@ def decode_attention(
         -inf for a row of length 0.
       return_scores: also return the scaled scores before the softmax, one per logical slot, -inf
         at unread slots. The attention weights are `exp(scores - lse)`.
-      k_scales: with float8 (e4m3) pages, the factor of each slot's key. With pages of 4 bits, uint8
-        [N, P, D / 2] as `four_bits` packs them, [N, P, D / g]: one factor for each g numbers of a
-        key. Only "xla" reads 4 bits. What numbers and factors stand for must lie within q's dtype,
-        which most implementations round it to.
-      v_scales: the same of each slot's value; positive, and on Hopper at least 2^-100.
-      plan: the plan that `decode_plan` returns for these lengths; index a plan of several layers by
-        the layer first. None makes the plan here. On platforms whose kernel needs no plan it has no
-        effect.
-      sinks: a logit of each query head that takes a share of its softmax, as one more slot whose
-        value is 0; the log-sum-exp counts it. None for none.
-      soft_cap: c of c tanh(s / c) in place of scores s; None for s. Served by "xla" alone, which
-        None then chooses.
+      k_scales: with float8 (e4m3) pages, the factor of each slot's key. With 4-bit pages (uint8 [N,
+        P, D / 2], packed by `four_bits`) [N, P, D / g]: one factor per g numbers of a key. Only
+        "xla" reads 4 bits. Dequantized numbers must lie within q's dtype, to which most
+        implementations round them.
+      v_scales: the same for values; positive, and on Hopper at least 2^-100.
+      plan: the plan from `decode_plan` for these lengths (index a plan of several layers by layer
+        first); None computes it here. Ignored on platforms whose kernel needs no plan.
+      sinks: a sink logit of each query head, which takes part in its softmax like one more slot
+        with value 0; the log-sum-exp includes it. None for none.
+      soft_cap: c, if scores s become c tanh(s / c); None without a cap. Only "xla" supports it, and
+        `implementation=None` then chooses it.
       implementation: "mosaic_gpu", "mosaic_mma", "mosaic_tpu" or "xla"; None chooses the best one
-        for the platform that the call is lowered for.
+        for the platform of the lowering.
 
     Returns:
       o [R, G, D] in q's dtype; a tuple with lse [R, G] and then scores [R, G, M * P] (float32, or
-      float64 for float64 inputs) where asked.
+      float64 for float64 inputs) if requested.
 
     Raises:
       ValueError: shapes or dtypes disagree, or an implementation is unknown.
@@ -126,7 +125,7 @@ def decode_plan(
     dtype: DTypeLike,
     implementation: str | None = None,
 ) -> DecodePlan:
-    """Splits the rows of a decode step among the programs of a GPU, once for all calls on them.
+    """Splits the rows of a decode step among the programs of a GPU, for all calls on these rows.
 
     Args:
       lengths: number of live slots of each row. Leading axes (layers) are independent steps, and
@@ -205,7 +204,7 @@ def _check(q, rows: Rows, scale) -> None:
 
 
 def _check_plan(plan: DecodePlan | None, rows: int) -> None:
-    """Refuses a plan of several layers, or of fewer rows."""
+    """Refuses a plan of several layers, or with too few rows."""
     if plan is None:
         return
     shapes, least = (plan.tile_starts.shape, plan.edge_rows.shape), (rows + 1, 2 * plan.programs)

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One problem: shapes, dtypes and how long the rows are.
+    """One problem: shapes, dtypes and row lengths.
 
     Attributes:
       name: name of the case in tests and tables.
@@ -19,8 +19,8 @@ class DecodeCase:
       pages_dtype: "float8_e4m3fn" for quantized pages.
       value_scale: factor on the scales of the values of quantized pages.
       spare_pages: number of pages of the pool that no row owns.
-      spare_columns: number of table columns beyond what the longest row needs.
-      shuffled: rows own pages in random order, not one after another.
+      spare_columns: number of table columns beyond those of the longest row.
+      shuffled: rows own pages in random order, not consecutive ones.
       poison: fill every unread slot with NaN and every dead table entry with an invalid page.
       sinks: whether each query head has a sink.
       soft_cap: soft cap of the scores; None for none.
@@ -74,7 +74,7 @@ _EDGES = (0, 1, _P - 1, _P, _P + 1, 3 * _P + 5)
 
 BASE = DecodeCase("base", _EDGES)
 
-# Small enough for the interpreters; together they cover every feature of `decode_attention`.
+# Small enough for the interpreters; together they cover all features of `decode_attention`.
 CONTRACT: tuple[DecodeCase, ...] = (
     BASE,
     *(replace(BASE, name=f"group{g}", group=g) for g in (1, 2, 8, 12, 16)),
@@ -98,7 +98,7 @@ CONTRACT: tuple[DecodeCase, ...] = (
     # Weights times such scales are zero in float16.
     replace(BASE, name="float8_group8_head_dim64", pages_dtype="float8_e4m3fn", group=8,
             head_dim=64, value_scale=2.0**-40),
-    # Values of up to 37000: near the largest number of float16.
+    # Values of up to 37000, near float16's maximum.
     replace(BASE, name="float8_float16", dtype="float16", pages_dtype="float8_e4m3fn",
             value_scale=2.0**12),
     replace(BASE, name="float8_page16", pages_dtype="float8_e4m3fn", page_size=16,
@@ -115,7 +115,7 @@ CONTRACT: tuple[DecodeCase, ...] = (
             lengths=(0, 5, 16, 40, 1100, *(1, 0, 0, 5, 16, 40) * 5, 600, 0, 0, 3, 530, 1, 16, 0)),
 )  # fmt: skip
 
-# Served by plain XLA alone: shapes of toy models, and oracles in float64.
+# Only for plain XLA: shapes of toy models, and oracles in float64.
 XLA_ONLY: tuple[DecodeCase, ...] = (
     DecodeCase("float64", (0, 1, 7, 8, 9, 30), page_size=8, head_dim=16, dtype="float64"),
     DecodeCase("head_dim8", (0, 1, 15, 16, 17, 40), page_size=16, head_dim=8, group=2,
@@ -123,7 +123,7 @@ XLA_ONLY: tuple[DecodeCase, ...] = (
     DecodeCase("page5", (0, 1, 4, 5, 6, 23), page_size=5, head_dim=24, group=3, dtype="float32"),
 )  # fmt: skip
 
-# Sinks take part in any implementation; soft caps are served by XLA alone.
+# All implementations support sinks; only XLA supports soft caps.
 SINKS_AND_CAPS: tuple[DecodeCase, ...] = (
     replace(BASE, name="sinks", head_dim=64, sinks=True),
     replace(XLA_ONLY[0], name="sinks_float64", sinks=True),
@@ -133,7 +133,7 @@ SINKS_AND_CAPS: tuple[DecodeCase, ...] = (
 
 
 def _skewed(rows: int, mean: int) -> tuple[int, ...]:
-    """Returns lengths of which the longest tenth of the rows holds half of the tokens."""
+    """Returns lengths for which the longest tenth of the rows holds half of the tokens."""
     rng = np.random.default_rng(0)
     long_rows = rows // 10
     half = rows * mean // 2
@@ -184,7 +184,7 @@ def _tuning(head_dim, page_size, dtype="bfloat16", pages_dtype=None, small=False
     return _benchmark(name, lengths, pages_dtype=pages_dtype, **fields)
 
 
-# Shapes for which settings are searched; those of little work come before those of any work.
+# Shapes for the search of settings; entries for little work come before entries for any work.
 TUNING: tuple[DecodeCase, ...] = (
     *(_tuning(head_dim, 64, small=True) for head_dim in (128, 64)),
     *(_tuning(128, page_size) for page_size in (64, 16, 32, 128)),

@@ -4,9 +4,9 @@ With normalized partial results o_i and their base-2 log-sum-exp e_i:
 
     o = sum_i 2^(e_i - e) o_i,      e = log2 sum_i 2^(e_i)
 
-One program serves one boundary between two stretches, if that is the first one to cut its row; all
-others end at once. So the grid depends neither on the number of rows nor on their lengths, and a
-row that is cut many times is merged by D / 64 programs, several partial results at a time.
+One program handles one boundary between two stretches, if it is the first to cut its row; other
+programs end at once. So the grid depends neither on the number of rows nor on their lengths. D / 64
+programs merge a row that is cut many times, several partial results at a time.
 """
 
 import jax
@@ -20,9 +20,9 @@ from pallas_kernels.decode.plan import owner, stretch_start
 from pallas_kernels.decode.spec import LOWEST, Spec
 from pallas_kernels.stores import store
 
-# Partial results loaded together: enough to hide their latency, few enough for the registers.
+# Partial results loaded together: enough to hide latency, few enough for the registers.
 _AT_ONCE = 8
-# Warpgroups that share the partial results of a row, where rows are cut this many times or more.
+# Warpgroups that share the partial results of a row, if rows are cut at least this many times.
 _THREADS, _MANY_CUTS = 4, 8
 _BLOCK = 64
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -45,7 +45,7 @@ def _add(sums, items):
 
 
 def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None):
-    """Writes merged rows into `result`, and into `lse` where the spec asks for it.
+    """Writes merged rows into `result`, and into `lse` if the spec requests it.
 
     Args:
       spec: the static parameters of the attention kernel.
@@ -88,7 +88,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
         count = last - program + 2
 
         if interpret is None and spec.copies:
-            # Everything above was read while the attention kernel ran.
+            # Everything above is read while the attention kernel runs.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
 
@@ -176,7 +176,7 @@ def combine(spec: Spec, plan, partials, partial_lse, result, lse, interpret=None
     if not spec.transposed:
         scratch["staged"] = plgpu.SMEM((spec.columns, _BLOCK), spec.dtype)
     # XLA may fuse a kernel with slices of its operands, or with the update of a slice by its
-    # result, and then loses the aliasing by which it writes in place. The barriers prevent this.
+    # result, and then loses the aliasing for in-place writes. The barriers prevent this.
     tile_starts, edge_rows, result, lse = lax.optimization_barrier(
         (plan.tile_starts, plan.edge_rows, result, lse)
     )

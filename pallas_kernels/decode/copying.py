@@ -1,7 +1,7 @@
-"""The warpgroups of the Hopper decode kernel that supply it: one copies, one converts.
+"""The supplying warpgroups of the Hopper decode kernel: one copies, one converts.
 
-One keeps the ring of pages full. Where pages are float8, another converts their values, so that the
-computing warpgroup, whose steps wait for one another, finds them as the matrix unit takes them.
+The first keeps the ring of pages full. For float8 pages, the second converts values to the matrix
+unit's format, because the steps of the computing warpgroup are sequential.
 """
 
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
         return tuple(table_ref[row, jnp.minimum(first + j, last)] for j in range(spec.pages_a_tile))
 
     def copy(pages, live, slot, values, scales, target, scales_target, full):
-        """Copies the live pages of a tile; for the others it only makes their arrivals."""
+        """Copies the live pages of a tile; for other pages it only signals their arrivals."""
 
         def copy_page(j, page):
             part = pl.ds(j * spec.page_size, spec.page_size)
@@ -68,7 +68,7 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
         parity = lax.rem(segment, 2)
         plgpu.barrier_wait(q_free.at[parity])
         for part in range(spec.query_parts):
-            # The box is wider than the group; what is outside the array arrives as zeros.
+            # The box is wider than the group; elements outside the array arrive as zeros.
             heads = q_ref.at[part, row, pl.ds(parity * 0, spec.columns)]
             plgpu.copy_gmem_to_smem(
                 heads,
@@ -92,7 +92,7 @@ def copy_rows(spec: Spec, plan_refs, lengths_ref, table_ref, inputs, smem, barri
         return count, segment + 1
 
     walk_rows(plan_refs, lengths_ref, spec, visit, (jnp.int32(0), jnp.int32(0)))
-    # Wait until every slot is free, so that no arrival is left unobserved.
+    # Wait until every slot is free, so that no arrival stays unobserved.
     for slot in range(spec.stages):
         plgpu.barrier_wait(k_free.at[slot])
         plgpu.barrier_wait(v_free.at[slot])

@@ -1,7 +1,7 @@
-"""Decode attention on NVIDIA GPUs: what each kernel serves, its settings, the steps around it.
+"""Decode attention on NVIDIA GPUs: supported calls and settings of kernels, and their callers.
 
-The kernels' modules are imported when a call is traced: Pallas for GPUs takes as long to import as
-jax itself.
+The kernels' modules are imported when a call is traced, because Pallas for GPUs takes as long to
+import as jax.
 """
 
 import functools
@@ -19,15 +19,15 @@ from pallas_kernels.dispatch import mosaic_lacks, target_gpu
 from pallas_kernels.four_bits import PACKED
 from pallas_kernels.padding import pad_axis
 
-# Number of rows that the matrix unit takes: several smaller pages make one tile.
+# Rows of the matrix unit; several smaller pages make one tile.
 _TILE = 64
-# Tables of long rows of float8 pages: an H200 is faster with one program on a core, whose tiles are
-# twice as large. No rows shorter than these were timed so.
+# For long rows of float8 pages an H200 is faster with one program per core, with tiles twice as
+# large. Shorter rows were not timed that way.
 _LONG_TILE, _LONG_ROW, _LONG_HEAD_DIM = 128, 4096, 128
 _HEAD_DIMS = (64, 96, 128, 256, 512)
 _PAGE_SIZES = (16, 32, 64, 128)
 _SHARED_BYTES = 227 * 1024
-_COPY_ALIGNMENT = 128  # bytes, of the addresses that the copy engine writes to in shared memory
+_COPY_ALIGNMENT = 128  # bytes; alignment of the copy engine's targets in shared memory
 # Bytes in flight per core that saturate the memory; more than twice as many slow it down.
 _BYTES_IN_FLIGHT = 64 * 1024
 # Below this many bytes of rows per core latency counts, not throughput.
@@ -35,7 +35,7 @@ _SMALL_BYTES = 1 << 20
 
 
 class Shape(NamedTuple):
-    """What the settings of a kernel depend on: R, D, P, M and the dtype of the pages."""
+    """The parameters that determine a kernel's settings: R, D, P, M and the dtype of the pages."""
 
     rows: int
     head_dim: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether the table has room for so little that latency counts."""
+        """Whether the table is so small that latency counts."""
         slots = self.rows * self.columns * self.page_size
         return 2 * slots * self.head_dim * self.itemsize < _SMALL_BYTES * target_gpu().cores
 
@@ -66,7 +66,7 @@ def _shape(q, rows: Rows) -> Shape:
 
 
 def tile_of(implementation: str, shape: Shape) -> int:
-    """Returns how many slots a kernel processes at a time: one page, or several small ones."""
+    """Returns the number of slots a kernel processes at a time: one page, or several small ones."""
     large = (
         implementation == "mosaic_gpu"
         and shape.itemsize == 1
@@ -79,7 +79,7 @@ def tile_of(implementation: str, shape: Shape) -> int:
 
 
 def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
-    """Returns the programs per core and their parameters: as measured, else by heuristic."""
+    """Returns the programs per core and their parameters: measured, or else by heuristic."""
     head_dim, page_size, size = shape.head_dim, shape.page_size, shape.itemsize
     tile = tile_of(implementation, shape)
     found = tuned.lookup(
@@ -94,7 +94,7 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     if found is not None:
         return found
     if implementation == "mosaic_mma":
-        # More programs than these have too few registers. Of groups, the largest takes the most.
+        # More programs would have too few registers. The largest group takes the most.
         wanted = 4 if head_dim <= 128 else 2
         fit = target_gpu().programs_a_core(mma_bytes(tile, head_dim, MOST_COLUMNS))
         return {"programs_per_core": max(1, min(wanted, fit)), "stages": 1}
@@ -113,7 +113,7 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
 
 
 def plan_for(implementation: str, shape: Shape, lengths, make=make_plan) -> DecodePlan:
-    """Makes the plan of an implementation for rows of these lengths."""
+    """Computes the plan of an implementation for rows of these lengths."""
     programs = target_gpu().cores * settings_of(implementation, shape)["programs_per_core"]
     return make(lengths, tile=tile_of(implementation, shape), programs=programs)
 
@@ -155,7 +155,7 @@ def _why_no_kernel(q, rows: Rows, plan) -> str | None:
 
 
 def _why_too_large(name: str, q, rows: Rows, plan, most: int, **fields) -> str | None:
-    """Returns why the shared memory of a program does not suffice, or None."""
+    """Returns why a program's shared memory is too small, or None."""
     shape = _shape(q, rows)
     tile = tile_of(name, shape) if plan is None else plan.tile
     unknown = {"programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
@@ -203,7 +203,7 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     from pallas_kernels.decode.mosaic_plan import MOST_ROWS, make_plan_on_gpu
 
     row_count, group, _ = q.shape
-    if group > 8:  # the copy engine takes heads in tiles of eight
+    if group > 8:  # the copy engine copies heads in tiles of eight
         q = pad_axis(q, 1, 8)
     shape = _shape(q, rows)
     if plan is None:
@@ -221,7 +221,7 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
     )
     heads = query_operands(q, spec)
     if interpret is not None:
-        # The interpreter does not fill boxes that reach outside an array.
+        # The interpreter does not zero-fill boxes that extend outside an array.
         heads = pad_axis(heads, 2, spec.columns)
     out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
@@ -255,13 +255,13 @@ def mma(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=None
 
 
 def _results(spec: Spec, rows: Rows, out, lse, scores):
-    """Returns the results that were asked for, in natural logarithms."""
+    """Returns the requested results, in natural logarithms."""
     results = [out]
     if spec.return_lse:
         results.append(lse[:, : spec.group] / LOG2_E)
     if spec.return_scores:
         scores = scores[:, : rows.slots, : spec.group].swapaxes(1, 2) / LOG2_E
-        results.append(_only_read(scores, rows.lengths))
+        results.append(_mask_unread(scores, rows.lengths))
     return tuple(results)
 
 
@@ -270,7 +270,7 @@ def _round(x, finfo):
     rounded = lax.reduce_precision(x, exponent_bits=finfo.nexp, mantissa_bits=finfo.nmant)
     if finfo.nexp == jnp.finfo(jnp.float32).nexp:
         return rounded
-    # Of numbers below the normal ones it makes zeros.
+    # It turns subnormal numbers into zeros.
     unit = float(finfo.smallest_subnormal)
     return jnp.where(jnp.abs(x) < float(finfo.tiny), jnp.round(x / unit) * unit, rounded)
 
@@ -278,7 +278,7 @@ def _round(x, finfo):
 def query_operands(q, spec: Spec):
     """Writes queries as operands of the matrix unit (see `operands`), [parts, R, G, D].
 
-    Those of float8 clamp what is out of the range of each; together they reach 65408.
+    float8 operands clamp values out of their range; together they reach 65408.
     """
     if spec.query_parts == 1:
         return q.astype(spec.query)[None]
@@ -293,7 +293,7 @@ def query_operands(q, spec: Spec):
         pieces.append(rounded)
         rest = (rest - rounded) * step
     rest = within(rest)
-    # One kernel, that writes each operand where it belongs.
+    # One kernel, which writes each operand to its place.
     part = lax.broadcasted_iota(jnp.int32, (spec.query_parts, 1, 1, 1), 0)
     return functools.reduce(
         lambda later, at: jnp.where(part == at, pieces[at], later),
@@ -303,8 +303,8 @@ def query_operands(q, spec: Spec):
 
 
 def _transpose(out, spec: Spec):
-    """Transposes results that were written as blocks of O^T, [R, out_rows, N], to [R, G, D]."""
-    # Blocks may overlap: of each, keep the rows that the one before it lacks.
+    """Transposes results written as blocks of O^T, [R, out_rows, N], to [R, G, D]."""
+    # Blocks may overlap; keep the rows of each that the previous one lacks.
     kept, offset, covered = [], 0, 0
     for start, size in spec.blocks:
         kept.append(out[:, offset + covered - start : offset + size, : spec.group])
@@ -312,7 +312,7 @@ def _transpose(out, spec: Spec):
     return jnp.concatenate(kept, axis=1).swapaxes(1, 2)
 
 
-def _only_read(scores, lengths):
+def _mask_unread(scores, lengths):
     """Sets scores of unread slots to -inf; the kernels leave them unwritten."""
     slot = jnp.arange(scores.shape[-1])
     return jnp.where(slot < lengths[:, None, None], scores, -jnp.inf)

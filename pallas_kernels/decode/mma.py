@@ -1,11 +1,10 @@
 """Paged decode attention with the products of Ampere, which every later NVIDIA GPU has too.
 
 It serves GPUs of other generations than Hopper, and on Hopper the shapes that the Hopper kernel
-does not. It follows the same plan and the same formulas (see `mosaic`); what differs is how data
-moves. One warpgroup does all: it holds the next tile's keys and values in registers while it
-computes on this one's, which it has written to shared memory. Several programs share a core, so
-that the loads of one are in flight while another computes. It needs neither the copy engine nor
-barriers in memory.
+does not support. It uses the same plan and formulas (see `mosaic`), but moves data differently: a
+single warpgroup holds the next tile's keys and values in registers while it computes on the current
+tile, which it has written to shared memory. Several programs share a core, so that the loads of one
+are in flight while another computes. It needs neither the copy engine nor barriers in memory.
 
 Float8 pages are converted, and multiplied by their scales, on the way to shared memory.
 """
@@ -30,10 +29,10 @@ _PER_COLUMN = ACC.reduce(0)
 
 
 def _swizzle(spec: Spec) -> int:
-    """Returns how many bytes of a page's row in shared memory are swizzled together.
+    """Returns the number of bytes of a page's row swizzled together in shared memory.
 
-    A page passes through registers in tiles of 8 rows of so many bytes, of which each of the four
-    warps takes as many.
+    A page passes through registers in tiles of 8 rows of this many bytes, split evenly over the
+    four warps.
     """
     row = 2 * spec.head_dim
     whole = (s for s in (128, 64, 32) if row % s == 0 and spec.page_size // 8 * (row // s) % 4 == 0)
@@ -81,7 +80,7 @@ def _body(spec: Spec, refs, smem, interpret: bool):
             target[pl.ds(j * spec.page_size, spec.page_size)] = page
 
     def only_live(j, page, live):
-        """Puts zeros in slots from `live` on: they may hold NaN, and 0 * NaN is NaN."""
+        """Zeroes slots from `live` on: they may hold NaN, and 0 * NaN is NaN."""
         slot = plgpu.broadcasted_iota(jnp.int32, page_shape, 0, layout=copied)
         return jnp.where(slot < live - j * spec.page_size, page, jnp.zeros_like(page))
 

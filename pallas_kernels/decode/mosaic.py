@@ -1,9 +1,9 @@
-"""Paged decode attention for Hopper GPUs, in Pallas's Mosaic GPU form.
+"""Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU.
 
 A program walks its stretch of the line of tiles (see `plan`). One warpgroup copies pages into a
 ring buffer in shared memory, one computes, and one converts the values of float8 pages for it (see
-`copying`). Keys are the 64-row operand of the matrix unit and the G
-query heads its columns, so that no arithmetic is spent on padding the heads to 64 rows:
+`copying`). Keys are the 64-row operand of the matrix unit and the G query heads its columns, so
+heads need not be padded to 64 rows:
 
     S^T [tile, N] = K [tile, D] Q^T [D, N]          N = 8 or 16 columns, the first G of them used
     P^T = exp2(scale log2(e) S^T - m)               m: running maximum of each column
@@ -12,8 +12,8 @@ query heads its columns, so that no arithmetic is spent on padding the heads to 
 Scales of float8 pages are factors on the scores and on P. For the latter m is the maximum of
 scores plus log2 of the values' scales, so that P stays in the range of float16.
 
-A row that one program reads whole is written to the result at once. Of other rows the programs
-leave normalized partial results with their base-2 log-sum-exp, which `combine` merges.
+A row that one program reads whole is written directly to the result. For other rows the programs
+write normalized partial results with their base-2 log-sum-exp, which `combine` merges.
 
 Each program has one computing warpgroup, because reductions over rows of an accumulator go through
 scratch memory that all warpgroups of a program share.
@@ -123,8 +123,8 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
                 buffer = lax.rem(count, CONVERTED)
                 values, free = value_smem.at[buffer], c_free.at[buffer]
                 plgpu.commit_smem()
-                # Threads have read the scales, and the copy engine writes the next ones: it is
-                # `commit_smem` that orders the two.
+                # Threads have read the scales, and the copy engine writes the next ones;
+                # `commit_smem` orders the two.
                 plgpu.barrier_arrive(k_free.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
                 plgpu.barrier_wait(c_full.at[buffer])
@@ -191,7 +191,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
     Args:
       spec: the static parameters.
       plan: the split of the work, with `spec.programs` programs.
-      q: the operands that make the queries, [parts, R, G, D] (G padded to N when interpreted).
+      q: the operands that sum to the queries, [parts, R, G, D] (G padded to N when interpreted).
       rows: the rows that the queries attend to.
       interpret: parameters of the interpreter, for tests.
 
@@ -222,7 +222,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
         num_arrivals=spec.pages_a_tile * spec.copies_a_page, num_barriers=spec.stages
     )
     free_barrier = plgpu.Barrier(num_barriers=spec.stages)
-    # Values that are converted are read by the one warpgroup, and their scales by the other.
+    # One warpgroup reads the values to convert, the other their scales.
     values_free = plgpu.Barrier(num_arrivals=1 + spec.scaled, num_barriers=spec.stages)
     converted = plgpu.Barrier(num_barriers=CONVERTED)
     scratch = {
@@ -273,7 +273,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
         work = [memory.get(name) for name in ("key_smem", "value_smem", "p_smem", "out_smem")]
         thread = lax.axis_index("thread")
         if interpret is None:
-            # This kernel is launched while the one before it ends, and so will `combine` be.
+            # This kernel is launched while the previous one ends, and so is `combine`.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
 

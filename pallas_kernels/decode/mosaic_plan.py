@@ -1,7 +1,7 @@
 """The plan of a decode step (see `plan`) in one launch, for Hopper GPUs.
 
-XLA makes a plan in four kernels, and a decode step makes one per layer. Here every program counts
-the tiles before each row by itself, 64 rows at a time, and then finds 64 of the rows in which
+XLA computes a plan in four kernels, and a decode step needs one per layer. Here every program
+counts the tiles before each row, 64 rows at a time, and then finds 64 of the rows in which
 stretches begin or end; the first program also writes `tile_starts`.
 
     starts[r] = sum_{j < r} tiles[j]        edge_rows[c] = |{r : starts[r] <= edge tile of c}| - 1
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.plan import DecodePlan, stretch_start
 
-# Number of rows, or edges, processed at a time: what the registers of one instruction hold.
+# Number of rows, or edges, processed at a time: as many as one instruction's registers hold.
 _CHUNK = 64
 # The maximum number of rows, given by the size of shared memory.
 MOST_ROWS = 16384
@@ -42,7 +42,7 @@ def _sum_rows(values, where):
 
 
 def make_plan_on_gpu(lengths, *, tile: int, programs: int, interpret=None) -> DecodePlan:
-    """Splits rows of these lengths [R] among the programs of a grid, as `plan.make_plan` does.
+    """Splits rows of these lengths [R] among the programs of a grid, like `plan.make_plan`.
 
     Args:
       lengths: number of live slots of each row, int32 [R], R at most MOST_ROWS.
@@ -128,6 +128,6 @@ def make_plan_on_gpu(lengths, *, tile: int, programs: int, interpret=None) -> De
         interpret=interpret,
         kernel_name="decode_plan",
     )
-    # For a slice XLA would pass an address inside an array, which bulk copies may not accept.
+    # For a slice XLA would pass an address inside an array, which bulk copies may reject.
     starts, edges = kernel(lax.optimization_barrier(lengths))
     return DecodePlan(starts, edges, tile, programs)

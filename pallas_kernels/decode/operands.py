@@ -1,24 +1,24 @@
-"""Operands of the Hopper decode kernel in shared memory, and how pages are converted to them.
+"""Operands of the Hopper decode kernel in shared memory, and their conversion from pages.
 
-The matrix unit takes bfloat16 (or float16) from shared memory. Float32 pages are converted, to a
-sum of three bfloat16 parts, of which all products above 2^-24 are computed, so that the precision
-of float32 is kept.
+The matrix unit reads bfloat16 (or float16) from shared memory. Float32 pages are converted to a sum
+of three bfloat16 parts, and all products of parts above 2^-24 are computed, which keeps float32
+precision.
 
-Float8 keys are multiplied as they are, by queries that are a sum of float8 numbers of 3 significant
-bits (e5m2), each scaled to the range of the first:
+Float8 keys are multiplied unconverted, by queries that are a sum of float8 numbers with 3
+significant bits (e5m2), each scaled to the range of the first:
 
     q = q_0 + 2^-3 q_1 + 2^-6 q_2,    q_i = e5m2(2^(3 i) (q - what those before it sum to))
 
 Rounding leaves at most half a unit of the last bit, so three hold any 11 significant bits: bfloat16
 has 8 and float16 11. An element is exact if its last bit is 2^-22 or more, else off by at most
-2^-23. All three are columns of one product, and are summed in float32. What is left is the adder of
-Hopper's matrix unit, which for float8 aligns the products of 32 elements and the sum so far to the
-largest exponent among them, and truncates each to 13 bits below it:
+2^-23. All three are columns of one product, and are summed in float32. The remaining error is that
+of the adder of Hopper's matrix unit, which for float8 aligns the products of 32 elements and the
+sum so far to the largest exponent among them, and truncates each to 13 bits below it:
 
     |error of q . k| <= sum_blocks 33 2^-13 max(|q_d k_d| of the block, |sum of those before|)
 
-Float8 values must be transposed, which the matrix unit does for numbers of 16 bits alone. They are
-converted to float16, two numbers in one instruction, in a second buffer.
+Float8 values must be transposed, which the matrix unit supports only for 16-bit numbers. They are
+converted to float16, two numbers per instruction, in a second buffer.
 """
 
 import itertools
@@ -30,12 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.spec import QUERY_STEP, Spec
 
-# Number of columns of a page that are held in registers at a time.
+# Number of columns of a page held in registers at a time.
 _PIECE = 64
 
 
 def swizzle_width(width: int, dtype) -> int:
-    """Returns how many elements of an operand's row are swizzled together."""
+    """Returns the number of elements of an operand's row that are swizzled together."""
     size = jnp.dtype(dtype).itemsize
     return next(s for s in (128, 64, 32) if width * size % s == 0) // size
 
@@ -64,14 +64,14 @@ def per_column(vector, shape):
 
 
 def _pieces(spec: Spec, start: int, size: int):
-    """Cuts columns of a page into pieces that are loaded one at a time, to limit registers."""
+    """Cuts columns of a page into pieces to load one at a time, to limit registers."""
     width = max(_PIECE, swizzle_width(spec.head_dim, spec.pages_dtype))
     for at in range(start, start + size, width):
         yield at, min(width, start + size - at)
 
 
 def _load(spec: Spec, page_smem, start: int, size: int):
-    """Loads columns of a page in a dtype that operands are cut from."""
+    """Loads columns of a page in a dtype from which operands are made."""
     piece = plgpu.load(page_smem.at[:, pl.ds(start, size)], layout=plgpu.Layout.WGMMA)
     return piece.astype(spec.operand if spec.scaled else jnp.float32) if spec.convert else piece
 
@@ -94,8 +94,8 @@ def multiply_keys(spec: Spec, page_smem, key_smem, q_smem):
     Args:
       spec: the static parameters.
       page_smem: the keys, [tile, D].
-      key_smem: the buffer for keys that are converted.
-      q_smem: the operands that make the queries, one below the other, [parts N, D].
+      key_smem: the buffer for converted keys.
+      q_smem: the operands that sum to the queries, stacked, [parts N, D].
     """
     width = spec.columns
     if spec.scaled:
@@ -137,7 +137,7 @@ def _value_operands(spec: Spec, page_smem, value_smem) -> list[list]:
 
 
 def prepare_values(spec: Spec, page_smem, value_smem, live) -> None:
-    """Makes the operands of a tile's values, with zeros in unread slots.
+    """Prepares the operands of a tile's values, with zeros in unread slots.
 
     Unread slots may hold NaN, and 0 * NaN is NaN, so their weights of zero do not mask them.
     """

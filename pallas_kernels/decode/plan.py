@@ -1,11 +1,11 @@
-"""How the work of a ragged decode step is split among the programs of a GPU kernel (stream-K).
+"""Splits the work of a ragged decode step among the programs of a GPU kernel (stream-K).
 
 Every row is cut into tiles of `tile` slots; an empty row counts as one tile, which reads nothing
 but writes the row's result. All tiles of all rows form one line, and program c owns the stretch
-[start(c), start(c + 1)) of it: equal shares whatever the rows' lengths, on a grid that does not
-depend on them. A row that several programs share leaves one partial result per program. The pair
-(row r, program c) owns partial slot r + c: along the line either r or c grows from one pair to the
-next, so these numbers are unique and need no list.
+[start(c), start(c + 1)) of it: equal shares for any row lengths, on a grid that does not depend on
+them. A row shared by several programs has one partial result per program. The pair (row r, program
+c) owns partial slot r + c: from one pair to the next along the line either r or c grows, so these
+slots are unique without a list.
 
     lengths [130, 0, 64], tile 64, programs 3
     tiles       3, 1, 1               # ceil(length / tile), at least 1
@@ -13,8 +13,8 @@ next, so these numbers are unique and need no list.
     stretches   0..2, 2..4, 4..5      # program 0: row 0; program 1: rows 0 and 1; program 2: row 2
     edge_rows   0, 0, 2,   0, 1, 2    # rows of the first tiles, then of the last tiles
 
-The plan depends on the lengths alone. One plan serves every kernel of a decode step, and a single
-call on lengths [L, R] gives a plan for each layer.
+The plan depends only on the lengths. One plan serves every kernel of a decode step, and a single
+call on lengths [L, R] returns a plan for each layer.
 """
 
 from dataclasses import dataclass, field
@@ -37,12 +37,12 @@ class DecodePlan:
     Attributes:
       tile_starts: [..., R + 1] first tile of each row on the line, then the number of all tiles.
       edge_rows: [..., 2 C] the row of the first tile of each of the C programs, then the row of the
-        last tile of each; the latter is less than the former where a program has no tile.
+        last tile of each; the latter is less than the former if a program has no tile.
       tile: number of slots in a tile.
       programs: C, the size of the grid. Both arrays may be longer than needed.
     """
 
-    # Arrays; jax also puts shapes, axes and placeholders in their place.
+    # Arrays; jax also replaces them by shapes, axes and placeholders.
     tile_starts: Any
     edge_rows: Any
     tile: int = field(metadata={"static": True})
@@ -50,7 +50,7 @@ class DecodePlan:
 
 
 def stretch_start(total, program, programs: int):
-    """Returns the first tile of a program's stretch; program * total, not used, may overflow."""
+    """Returns the first tile of a program's stretch; avoids program * total, which may overflow."""
     share = total // programs
     return program * share + jnp.minimum(program, total - share * programs)
 
@@ -81,7 +81,7 @@ def make_plan(lengths: Int[Array, "*L R"], *, tile: int, programs: int) -> Decod
         zero = jnp.zeros_like(tiles[..., :1])
         tile_starts = jnp.concatenate([zero, jnp.cumsum(tiles, axis=-1, dtype=jnp.int32)], -1)
     total = tile_starts[..., -1:]
-    # One array for both edges takes one kernel less than two arrays.
+    # One array for both edges takes one kernel fewer than two arrays.
     program = jnp.arange(2 * programs, dtype=jnp.int32)
     last = program >= programs
     edge = stretch_start(total, jnp.where(last, program - (programs - 1), program), programs) - last
@@ -94,8 +94,8 @@ def walk_rows(plan_refs, lengths_ref, spec, visit, start_state):
     """Visits the rows of this program's stretch in order, inside a kernel.
 
     Calls `visit(row, lo, hi, length, whole, state) -> state` where [lo, hi) are the row's live
-    tiles in this stretch, and `whole` says that no other program reads the row. The start, the end
-    and the length of a row are loaded one row ahead.
+    tiles in this stretch, and `whole` says whether this program reads the whole row. The start, the
+    end and the length of a row are loaded one row ahead.
     """
     tile_starts_ref, edge_rows_ref = plan_refs
     program = lax.axis_index("program")

@@ -6,7 +6,7 @@ For row r with length n_r, pages page_table[r] and queries q[r, g] (the G heads 
     o[r, g]    = sum_j exp(s[r, g, j]) v[r, j] / sum_j exp(s[r, g, j])
     lse[r, g]  = log sum_j exp(s[r, g, j])
 
-A soft cap c puts c tanh(s / c) in place of s. Slot j of a row lies in page page_table[r, j // P] at
+A soft cap c replaces s by c tanh(s / c). Slot j of a row lies in page page_table[r, j // P] at
 offset j % P.
 """
 
@@ -45,7 +45,7 @@ def decode_attention_xla(
       soft_cap: see `decode_attention`.
 
     Returns:
-      A tuple (o [R, G, D] in q's dtype, then lse [R, G], then scores [R, G, M * P], where asked).
+      A tuple (o [R, G, D] in q's dtype, then, if requested, lse [R, G] and scores [R, G, M * P]).
     """
     del plan
     row_count, _, head_dim = q.shape
@@ -55,7 +55,7 @@ def decode_attention_xla(
 
     first_slot = jnp.arange(rows.page_table.shape[1]) * rows.page_size
     read = first_slot < lengths[:, None]
-    # A dead entry may hold anything: page 0 is gathered in its place and masked below.
+    # A dead entry may hold anything; gather page 0 instead, which is masked below.
     page = jnp.where(read, jnp.clip(rows.page_table, 0, rows.k_pages.shape[0] - 1), 0)
     valid = jnp.arange(slots) < lengths[:, None]
 

@@ -1,4 +1,4 @@
-"""Rows of pages, as the implementations of decode attention take them."""
+"""Rows of pages: the argument of implementations of decode attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from pallas_kernels.four_bits import PACKED
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """The pages of a pool, and which of them each row attends to.
+    """The pages of a pool, and the pages of each row.
 
     Attributes:
       k_pages: [N, P, D] key pages of the pool.
@@ -20,10 +20,10 @@ class Rows:
       lengths: [R] number of live slots of each row.
       k_scales: [N, P] factor of each slot's key, for float8 pages; [N, P, D / g] factors of its
         groups of g numbers for pages of 4 bits; else None.
-      v_scales: those of each slot's value.
+      v_scales: the same for values.
     """
 
-    # Arrays; jax also puts shapes and placeholders in their place.
+    # Arrays; jax also replaces them by shapes and placeholders.
     k_pages: Any
     v_pages: Any
     page_table: Any

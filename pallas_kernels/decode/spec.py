@@ -1,4 +1,4 @@
-"""The static parameters that the Hopper kernels of decode attention are compiled for."""
+"""The static parameters of the Hopper kernels of decode attention."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from pallas_kernels.shared_memory import REDUCTION_BYTES, laid_out
 
 LOG2_E = math.log2(math.e)
-# The initial running maximum: below every score, and its differences are finite, unlike -inf's.
+# The initial running maximum: below every score, with finite differences, unlike -inf.
 LOWEST = -1e30
-# The least log2 of a value's scale that counts: 2^100 weights of tokens sum to a float32.
+# The smallest log2 of a value's scale that counts: 2^100 token weights still sum to a float32.
 LEAST_SCALE = -100.0
-# Factor between the operands that float8 queries are a sum of: one has three significant bits.
+# Factor between the operands that sum to float8 queries; each has three significant bits.
 QUERY_STEP = 2.0**-3
-# Number of tiles of float8 values that are held converted.
+# Number of converted tiles of float8 values in memory.
 CONVERTED = 2
 
 
@@ -23,9 +23,9 @@ MOST_COLUMNS = 16
 
 
 def mma_operands(tile: int, head_dim: int, columns: int) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of what a program with Ampere's products keeps in shared memory.
+    """Returns the shapes of the shared-memory arrays of a program with Ampere's products.
 
-    They are 16-bit numbers: the queries, the keys and the values of a tile, and its weights.
+    These are 16-bit numbers: the queries, the keys and the values of a tile, and its weights.
     """
     return (columns, head_dim), (tile, head_dim), (tile, head_dim), (tile, columns)
 
@@ -47,13 +47,13 @@ class Spec:
       page_size: P, the number of slots in a page.
       pages_dtype: dtype of the pages.
       dtype: dtype of the queries and of the result.
-      tile: number of slots that are processed at a time: one page, or several.
-      stages: number of tiles of keys, and of values, that are in flight.
+      tile: number of slots processed at a time: one page, or several.
+      stages: number of tiles of keys, and of values, in flight.
       programs: size of the grid.
       scale: factor on the scores.
       return_lse: write the log-sum-exp of whole rows.
       return_scores: write the scores.
-      copies: use the copy engine of Hopper, and launch kernels while those before them end.
+      copies: use Hopper's copy engine, and launch kernels while the previous ones end.
     """
 
     rows: int
@@ -77,7 +77,7 @@ class Spec:
 
     @property
     def copies_a_page(self) -> int:
-        """Number of barrier arrivals that a page makes: its own copy, and that of its scales."""
+        """Number of barrier arrivals per page: its own copy, and that of its scales."""
         return 1 + self.scaled
 
     @property
@@ -111,12 +111,12 @@ class Spec:
 
     @property
     def query_parts(self) -> int:
-        """Number of operands that make the queries: three of 3 significant bits hold 11."""
+        """Number of operands that sum to the queries: three of 3 significant bits hold 11."""
         return 3 if self.scaled else self.parts
 
     @property
     def query(self) -> jnp.dtype:
-        """Dtype of the operands that make the queries."""
+        """Dtype of the operands that sum to the queries."""
         return jnp.dtype(jnp.float8_e5m2) if self.scaled else self.operand
 
     @property
@@ -141,7 +141,7 @@ class Spec:
 
     @property
     def share_stage(self) -> bool:
-        """Whether converted keys and values share one buffer, one after the other."""
+        """Whether converted keys and values share one buffer in turn."""
         return self.stage_keys and len(self.blocks) == 1
 
     @property
@@ -160,7 +160,7 @@ class Spec:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one program in bytes; of Hopper's form up to 8 KB more than it takes."""
+        """Shared memory of one program in bytes; up to 8 KB too high for the Hopper kernel."""
         if not self.copies:
             return mma_bytes(self.tile, self.head_dim, self.columns)
         page = self.tile * self.head_dim * self.pages_dtype.itemsize

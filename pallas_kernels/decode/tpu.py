@@ -1,17 +1,17 @@
 """Paged decode attention for TPUs.
 
 The grid walks the rows in order, split over the cores of a chip, and a row in blocks of about a
-thousand slots; a row without keys is one block without pages. While a block is computed, the copies
-of those after it are under way, into a ring of buffers that holds enough bytes for the latency of
-device memory: of later blocks of the row, or of several rows to come, as after eviction rows are
-short. The page table stays in device memory, and a few rows of it are in scalar memory at a time,
-because the whole table of hundreds of rows of hundreds of pages would not fit.
+thousand slots; a row without keys is one block without pages. While a block is computed, the next
+blocks are copied into a ring of buffers with enough bytes to cover the latency of device memory:
+later blocks of the row, or of several next rows, which are short after eviction. The page table
+stays in device memory, with a few of its rows in scalar memory at a time, because a table of
+hundreds of rows of hundreds of pages would not fit.
 
     copied      . . . row 5, block 2 | row 6, block 0 | row 7, block 0 | row 7, block 1
     computed    row 5, block 1
 
-A core starts copies and computes from one stream of instructions, so what it takes to start the
-copy of a page comes out of the time of the block (`experiments/results/kernels`).
+A core starts copies and computes from one stream of instructions, so starting the copy of a page
+adds to the time of the block (`experiments/results/kernels`).
 
 Within a row this is the online softmax of FlashAttention. Slots beyond the row's length are masked
 in the scores and in the values, which may be NaN there.
@@ -30,22 +30,22 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOWEST
 
-# Number of slots in a block: the more, the fewer instructions a slot; the last block of a row is
-# computed as a whole, so it is a quarter of the longest row or less.
+# Number of slots in a block. Larger blocks need fewer instructions per slot; but the last block of
+# a row is computed whole, so a block is at most a quarter of the longest row.
 _LEAST_SLOTS, _MOST_SLOTS = 512, 2048
 _LANES = 128
-# Number of pages whose copies are started side by side.
+# Number of pages whose copies are started in one unrolled group.
 _RUN = 8
 # The rows are split in two for chips with two cores; a chip with one core walks both halves.
 _CORES = 2
-# Bytes under way while a block is computed: what v6e reads in 1.9 us.
+# Bytes in flight while a block is computed: as many as v6e reads in 1.9 us.
 _BYTES_AHEAD = 3 << 20
-# Buffers of a block at most, and bytes of all of them.
+# The most buffers of a block, and the most bytes of all of them.
 _MOST_BUFFERS, _VMEM_BYTES = 9, 8 << 20
-# Rows of the page table in scalar memory at most, and bytes of all of them: more than blocks are
-# copied ahead, so that a row's table is there before its first block.
+# The most rows of the page table in scalar memory, and the most bytes of them: more than the blocks
+# copied ahead, so that a row's table arrives before its first block.
 _MOST_TABLES, _SMEM_BYTES = 16, 128 << 10
-# What tables and lengths may take of the 1 MiB of scalar memory; the compiler takes some itself.
+# Share of tables and lengths in the 1 MiB of scalar memory; the compiler needs some too.
 _MOST_SCALAR_BYTES = (1 << 20) - (16 << 10)
 
 
@@ -71,7 +71,7 @@ class _Sizes:
 
 
 def _ceil_divide(count, size: int):
-    """Divides a count that is not negative, without `//`, whose lowering needs a local TPU."""
+    """Divides a non-negative count, without `//`, whose lowering needs a local TPU."""
     return lax.div(count + (size - 1), size)
 
 
@@ -94,7 +94,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         return jnp.where(buffer == 0, sizes.buffers - 1, buffer - 1)
 
     def table_copy(of_step, act):
-        """Calls `act` on the copies of a row of the page table, one for each plane of lanes."""
+        """Calls `act` on the copies of a row of the page table, one per plane of lanes."""
         place = of_step & (sizes.tables - 1)
         for plane in range(sizes.columns // _LANES):
             source = table_hbm.at[first_row + of_step, plane]
@@ -118,8 +118,8 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
                     source.at[page], target.at[buffer, j], arrived.at[buffer]
                 ).start()
 
-        # Most blocks are whole. Their pages are unrolled, so that the addresses of several are
-        # computed side by side.
+        # Most blocks are whole. Their pages are unrolled, so that several addresses are computed in
+        # parallel.
         run = math.gcd(sizes.pages_a_block, _RUN)
 
         @pl.when(live >= sizes.pages_a_block)
@@ -140,7 +140,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
             lax.fori_loop(0, live, page_step, 0)
 
     def copy_next(buffer):
-        """Starts the copies of the next block of all that this core reads, if any is left."""
+        """Starts the copies of this core's next block, if any is left."""
         of_step, block = state[0], state[1]
 
         @pl.when(of_step < sizes.rows_a_core)
@@ -150,7 +150,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
             @pl.when(block == 0)
             def _change_row():
                 table_copy(of_step, lambda copy: copy.wait())
-                # Its place is that of the row before, which is all copied.
+                # It takes the place of the previous row, which is completely copied.
                 later = of_step + sizes.tables - 1
 
                 @pl.when(later < sizes.rows_a_core)
@@ -167,7 +167,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
         live = _ceil_divide(length, sizes.page_size) - block * sizes.pages_a_block
 
         def arrive(target):
-            # Waits for as many bytes as the target has, wherever they come from.
+            # Waits for as many bytes as the target has, from any source.
             pltpu.make_async_copy(target, target, arrived.at[buffer]).wait()
 
         @pl.when(live >= sizes.pages_a_block)
@@ -186,7 +186,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
     @pl.when(step == 0)
     def _begin():
-        # Row and block of the next copies, and the buffer that is computed next.
+        # Row and block of the next copies, and the buffer to compute next.
         for place in range(3):
             state[place] = 0
 
@@ -209,7 +209,7 @@ def _kernel(lengths_ref, table_hbm, q_ref, k_hbm, v_hbm, *refs, sizes: _Sizes):
 
     def block_step(block, carry):
         buffer, peak, total, out = carry
-        copy_next(before(buffer))  # the one that was computed last
+        copy_next(before(buffer))  # the last computed one
         wait(block, buffer)
         k = k_buffer[buffer].reshape(sizes.block, head_dim)
         live = length - block * sizes.block
@@ -298,7 +298,7 @@ def why_not(q, rows: Rows, plan, **static):
 
 
 def _tables(columns: int) -> tuple[int, int]:
-    """Returns how many rows of the page table are held, a power of two, and their width.
+    """Returns the number of page-table rows in memory, a power of two, and their width.
 
     Copies to scalar memory take whole planes of lanes.
     """
@@ -308,7 +308,7 @@ def _tables(columns: int) -> tuple[int, int]:
 
 
 def _slot_bytes(head_dim: int, dtype) -> int:
-    """Returns what a key and a value take in vector memory."""
+    """Returns the bytes of a key and a value in vector memory."""
     return 2 * -(-head_dim // _LANES) * _LANES * jnp.dtype(dtype).itemsize
 
 
@@ -399,7 +399,7 @@ def decode_attention_tpu(
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
-        # Bounds checks of the copies would double what it takes to start them.
+        # Bounds checks would double the cost of starting copies.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
         ),

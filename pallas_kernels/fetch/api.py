@@ -1,9 +1,8 @@
 """`fetch_rows`: gathers rows, or blocks of them, of a store in device memory or in host memory.
 
 On a GPU a kernel reads a store in `pinned_host` memory in place, over the link: only the requested
-rows are transferred, and nothing is dispatched from the host. An H200 fetched 8 MB in rows of 256
-bytes at 38 GB/s in this way, and at 8 GB/s where the CPU gathered them
-(`experiments/results/kernels/fetch.json`).
+rows are transferred, and the host dispatches nothing. An H200 fetched 8 MB in rows of 256 bytes at
+38 GB/s this way, and at 8 GB/s with the CPU gathering (`experiments/results/kernels/fetch.json`).
 """
 
 import jax.numpy as jnp
@@ -28,14 +27,12 @@ def fetch_rows(
     block: int = 1,
     implementation: str | None = None,
 ) -> Shaped[Array, "n_block D"]:
-    """Gathers rows, or blocks of rows that follow each other, into device memory.
+    """Gathers rows, or blocks of consecutive rows, into device memory.
 
     Args:
-      store: the rows, in device memory or in `pinned_host`, where they are read when the program
-        runs.
-      index: numbers of the blocks, which are those of the rows if a block is one row: block i is
-        the rows from i * block on. What stands for a block outside of the store is undefined; one
-        with a negative number is not transferred.
+      store: the rows, in device memory or in `pinned_host`, read when the program runs.
+      index: numbers of the blocks: block i has the rows from i * block on. The result for a block
+        outside the store is undefined; negative numbers are not transferred.
       block: rows of a block, S or a divisor of it.
       implementation: "mosaic_gpu" or "xla"; None chooses the best one for the platform that the
         call is lowered for.

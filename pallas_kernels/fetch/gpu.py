@@ -1,9 +1,8 @@
 """The gather of rows of a store in host memory by a GPU, which reads them in place.
 
-Pinned host memory has an address on the device, so the copy engine of a Hopper GPU reads it as it
-reads device memory; each row, or piece of a block of rows, goes over the link by itself. Many small
-programs keep many copies in flight. Rows in device memory are left to XLA, which gathers them in
-one kernel too.
+Pinned host memory has an address on the device, so the copy engine of a Hopper GPU reads it like
+device memory; each row, or piece of a block of rows, is one transfer. Many small programs keep many
+copies in flight. XLA gathers rows in device memory, also in one kernel.
 """
 
 import jax
@@ -18,10 +17,10 @@ from jaxtyping import Array, Int, Shaped
 from pallas_kernels.dispatch import target_gpu
 from pallas_kernels.fetch.reference import is_on_host
 
-_ROWS = 16  # number of rows per program, at least
-_PIECE_BYTES = 16384  # the most of a copy
-_COPIED_BYTES = 128  # a copy's size is a multiple
-_MOST_NUMBERS = 256  # of a copy along one axis
+_ROWS = 16  # the fewest rows per program
+_PIECE_BYTES = 16384  # the most bytes per copy
+_COPIED_BYTES = 128  # a copy's size is a multiple of this
+_MOST_NUMBERS = 256  # per copy along one axis
 
 
 def why_not(store, index, *, block: int) -> str | None:
@@ -42,7 +41,7 @@ def why_not(store, index, *, block: int) -> str | None:
     return None
 
 
-# Kernels take arrays in device memory alone: this is the array where it is, for a kernel.
+# Kernels accept only arrays in device memory; this passes a host array without moving it.
 _in_place_p = Primitive("read_in_place")
 _in_place_p.def_abstract_eval(lambda x: x.update(memory_space=jax.memory.Space.Device))
 _in_place_p.def_impl(lambda x: x)
@@ -101,6 +100,6 @@ def fetch_rows_mosaic(
 
 
 def piece_of(block: int, row_bytes: int) -> int:
-    """Returns the rows of a copy: as many as fit, of which blocks consist."""
+    """Returns the rows per copy: the most that fit and divide a block."""
     most = min(block, _MOST_NUMBERS, max(1, _PIECE_BYTES // row_bytes))
     return max(piece for piece in range(1, most + 1) if block % piece == 0)

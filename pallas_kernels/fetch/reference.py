@@ -27,6 +27,6 @@ def fetch_rows_xla(
 
     if not is_on_host(store):
         return gather(store, index)
-    run: Any = compute_on  # its type is that of the context manager that it also is
+    run: Any = compute_on  # typed only as a context manager, but also a decorator
     on_host = run(gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
     return on_host(store, jax.device_put(index, jax.memory.Space.Host))

@@ -1,4 +1,4 @@
-"""The products of groups of rows, each with a matrix of its own."""
+"""Products of groups of rows, each group with its own matrix."""
 
 from pallas_kernels.grouped.api import grouped_product
 

@@ -1,9 +1,9 @@
-"""`grouped_product`: rows in groups, one behind another, times the matrix of their group.
+"""`grouped_product`: rows in consecutive groups, times the matrix of their group.
 
-This is the product of a mixture of experts whose rows are sorted by expert. Work and memory grow
-with the rows, not with rows times groups, on every platform: `jax.lax.ragged_dot` itself is a
-kernel on TPU alone, and elsewhere a product of all rows with all matrices, of which it masks a copy
-of the rows for each group (34 GB for 8,192 tokens of Qwen3-30B-A3B).
+This is the product of a mixture of experts with rows sorted by expert. Work and memory grow with
+the rows, not with rows times groups, on every platform: `jax.lax.ragged_dot` is a kernel only on
+TPU, and elsewhere a product of all rows with all matrices, with a masked copy of the rows for each
+group (34 GB for 8,192 tokens of Qwen3-30B-A3B).
 """
 
 import functools
@@ -44,12 +44,12 @@ def grouped_product(
     Args:
       x: the rows of the first group, those of the second, and so on.
       matrices: a matrix for each group.
-      counts: number of rows of each group, 0 or more. They may be fewer than R together.
+      counts: number of rows of each group, 0 or more; their sum may be less than R.
       implementation: "mosaic_gpu", "ragged_dot" or "xla"; None chooses the best one for the
         platform that the call is lowered for.
 
     Returns:
-      The products, accumulated in at least float32; zeros in rows behind the last group.
+      The products, accumulated in at least float32; zeros in rows after the last group.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.

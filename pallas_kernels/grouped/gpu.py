@@ -1,8 +1,7 @@
 """Grouped products on Hopper GPUs, by the kernel that jax ships (`ragged_dot_mgpu`).
 
-Each program multiplies tiles of rows of one group by a tile of its matrix, so that of the matrices
-those are read that have rows. There is a tile more for each group than the rows need, as groups
-begin within tiles.
+Each program multiplies tiles of rows of one group by a tile of its matrix, so only matrices with
+rows are read. Each group needs one tile more than its rows, because groups begin within tiles.
 """
 
 import jax
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import target_gpu
 from pallas_kernels.grouped.reference import behind_the_last_zero
 
-_DEPTH = 64  # numbers of a row that are multiplied at a time
-_WIDTHS = (128, 192, 64)  # columns of a tile, the first that divides the matrix
+_DEPTH = 64  # numbers of a row to multiply at a time
+_WIDTHS = (128, 192, 64)  # columns of a tile; the first that divides the matrix is used
 
 
 def why_not(x, matrices, counts, *, transposed: bool) -> str | None:

@@ -1,7 +1,7 @@
 """Grouped products by XLA: block by block of each group's rows, or `jax.lax.ragged_dot`.
 
 A loop takes blocks of rows of one group and multiplies each by the group's matrix. A block that
-reaches behind its group writes zeros there, over which the next group writes its own.
+extends past its group writes zeros there, which the next group overwrites.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-LEAST_ROWS, MOST_ROWS = 8, 256  # of a block
+LEAST_ROWS, MOST_ROWS = 8, 256  # per block
 
 
 def product_xla(
@@ -63,7 +63,7 @@ def gradient_xla(
 def _blocks(
     num_rows: int, counts: Int[Array, " X"]
 ) -> tuple[int, Array, Callable[[Array], tuple[Array, Array, Array]]]:
-    """Returns the rows of a block, how many blocks there are, and what the i-th holds.
+    """Returns the rows per block, the number of blocks, and a function to the i-th block's content.
 
     # In: counts [3, 0, 5], blocks of 4 rows
     # Out: (group, first row, rows of the group) (0, 0, 1110) (2, 3, 1111) (2, 7, 1000)
@@ -107,7 +107,7 @@ def gradient_ragged_dot(x, gradient, counts) -> Array:
 
 
 def behind_the_last_zero(y: Float[Array, "R m"], counts: Int[Array, " X"]) -> Array:
-    """Returns the rows of the groups, and zeros in those behind the last group."""
+    """Returns the rows of the groups, with zeros after the last group."""
     row = jnp.arange(len(y), dtype=jnp.int32)
     return jnp.where((row < counts.sum(dtype=jnp.int32))[:, None], y, 0)
 

@@ -1,8 +1,8 @@
 """`prefill_attention`: a chunk of a prompt against the retained past and against itself.
 
 The binary form of the DMS mask (Łańcucki et al. 2025, section 3.2) for prompts that enter a paged
-cache chunk by chunk. Which past slots a query still sees is data (`past_until`), so the kernel
-serves any policy that evicts tokens at a known distance.
+cache chunk by chunk. The visibility of past slots is data (`past_until`), so the kernel serves any
+policy that evicts tokens at a known distance.
 """
 
 import jax.numpy as jnp
@@ -91,26 +91,27 @@ def prefill_attention(
       q: rotated queries of the chunk; the first `counts[b]` of each sequence are real.
       k: rotated keys of the chunk. Head h of q reads KV head h // (H / K).
       v: values of the chunk.
-      evicted: which chunk keys are seen only within the window.
+      evicted: chunk keys that are visible only within the window.
       counts: number of real queries of each sequence, 0 to T.
       k_pages: key pages of the pool, without the chunk.
       v_pages: value pages of the pool, without the chunk.
       page_table: page numbers of each row.
       past_lengths: number of used slots of each row.
-      past_until: for each slot (S = M * P) the last chunk query that still sees it: a large number
-        keeps it for all of the chunk, a negative one hides it.
-      window: how many tokens back a query sees evicted keys; static, 0 or more.
+      past_until: for each slot (S = M * P) the last chunk query that sees it: a large number keeps
+        it for the whole chunk, a negative one hides it.
+      window: distance up to which a query sees evicted keys; static, 0 or more.
       scale: factor on the dot products.
-      sinks: a logit of each query head that takes a share of its softmax, as one more key whose
-        value is 0. None for none. Served by "xla" alone, which None then chooses.
-      soft_cap: c of c tanh(s / c) in place of scores s; None for s. Served as sinks are.
+      sinks: a sink logit of each query head, which takes part in its softmax like one more key with
+        value 0. None for none. Only "xla" supports it, and `implementation=None` then chooses it.
+      soft_cap: c, if scores s become c tanh(s / c); None without a cap. Only "xla" supports it.
       implementation: "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma" (Ampere and later) also
         float16, "mosaic_tpu" bfloat16 and float32, "xla" everything; None chooses the best one for
         the platform that the call is lowered for.
 
     Returns:
-      The attention output in q's dtype, zero for padded queries. The softmax is computed in float32
-      at least, and in float64 for float64 inputs. Unread slots never matter, even if they hold NaN.
+      The attention output in q's dtype, zero for padded queries. The softmax is computed in at
+      least float32, and in float64 for float64 inputs. Unread slots have no effect, even if they
+      hold NaN.
 
     Raises:
       ValueError: arguments disagree, or an implementation is unknown.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """One problem: a chunk, its past, and the share of its keys that are evicted.
+    """One problem: a chunk, its past, and the evicted share of its keys.
 
     Attributes:
       counts: number of real queries of each sequence.
@@ -47,7 +47,7 @@ CONTRACT = (
     PrefillCase("keep_all", 96, 4, 2, 64, 64, 2, (96,), ((100, 3),), 5000, evicted=0.0),
     PrefillCase("evict_all", 160, 4, 2, 64, 64, 2, (160,), ((100, 3),), 20, evicted=1.0),
     PrefillCase("small_pages", 70, 4, 2, 64, 16, 10, (70,), ((150, 17),), 10),
-    # More key tiles than are in any ring of buffers.
+    # More key tiles than any ring of buffers holds.
     PrefillCase("long_past", 70, 4, 2, 64, 64, 24, (70,), ((1400, 200),), 10),
     PrefillCase("large_pages", 70, 4, 2, 64, 256, 2, (70,), ((300, 20),), 10),
     PrefillCase("sixteen_groups", 70, 16, 1, 64, 64, 2, (70,), ((90,),), 10),
@@ -59,7 +59,7 @@ CONTRACT = (
     PrefillCase("float32", 130, 4, 2, 64, 64, 2, (130,), ((90, 128),), 33, dtype="float32"),
 )
 
-# Served by XLA alone.
+# Only XLA supports these.
 SINKS_AND_CAPS = (
     PrefillCase("sinks", 150, 4, 2, 32, 16, 3, (150, 20), ((40, 9), (0, 5)), 30, sinks=True),
     PrefillCase("soft_cap", 70, 4, 2, 32, 16, 3, (70,), ((40, 9),), 30, soft_cap=0.7),

@@ -1,4 +1,4 @@
-"""The chunk and the past of prompt attention, as its implementations take them."""
+"""The chunk and the past: arguments of implementations of prompt attention."""
 
 from dataclasses import dataclass
 from typing import Any

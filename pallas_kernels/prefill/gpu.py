@@ -48,7 +48,7 @@ def why_no_kernel(q, past: Past, scale: float) -> str | None:
 
 
 def scratch_of(problem: Problem, ring: Ring, parts: int = 1) -> dict[str, Any]:
-    """Returns what a program keeps in shared memory, by name; a tile is copied in `parts`."""
+    """Returns a program's shared-memory arrays by name; a tile is copied in `parts`."""
     stages = ring.stages
     query_tile = gpu_tiles.tile_memory((COMPUTE, ROWS, problem.D), problem.dtype)
     key_tile = gpu_tiles.tile_memory((stages, TILE, problem.D), problem.dtype)
@@ -70,7 +70,7 @@ def scratch_of(problem: Problem, ring: Ring, parts: int = 1) -> dict[str, Any]:
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Returns how the kernel streams keys and values."""
+    """Returns the ring that streams keys and values."""
     return find_ring("prefill_attention", "forward", problem, Ring(TILE, 4), scratch_of)
 
 
@@ -112,7 +112,7 @@ def prefill(
       window: see `prefill_attention`.
       scale: see `prefill_attention`.
       interpret: run in the interpreter, for tests.
-      ring: how to stream keys and values, in tiles of TILE; None takes the result of `ring_of`.
+      ring: the ring that streams keys and values, in tiles of TILE; None for `ring_of`.
     """
     length = q.shape[1]
     padded = pad_axis(q, 1, TILE)

@@ -2,7 +2,7 @@
 
 This is the forward kernel of training (see `training/mma_forward.py`) with another walk over the
 keys: the tiles that `tiles.make_plan` lists, loaded from pages or from the dense keys, in parts
-that fit in registers. It runs on Hopper too, where the kernel made for it is faster.
+that fit in registers. It runs on Hopper too, where the Hopper kernel is faster.
 """
 
 import functools
@@ -27,7 +27,7 @@ from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST
 from pallas_kernels.training.mma_forward import blocks_of
 from pallas_kernels.training.mma_tiles import Blocks
 
-# Number of tokens in the smallest part of a page that fills the registers of a warpgroup.
+# Tokens in the smallest part of a page that fills the registers of a warpgroup.
 SMALLEST_PAGE = 16
 
 
@@ -53,11 +53,11 @@ def prefill(
     interpret: bool = False,
     blocks: Blocks | None = None,
 ) -> jax.Array:
-    """Computes `prefill_attention` with Ampere's products, as `gpu.prefill` on Hopper.
+    """Computes `prefill_attention` with Ampere's products, like `gpu.prefill` on Hopper.
 
     Args:
       q, chunk, past, window, scale, interpret: see `gpu.prefill`.
-      blocks: the tiles of the kernel; None takes those of training.
+      blocks: the tiles of the kernel; None for those of training.
     """
     length = q.shape[1]
     padded = pad_axis(q, 1, TILE)
@@ -158,7 +158,7 @@ def _program(problem: Problem, inputs, outputs, memory, *, page: int, blocks: Bl
         accumulator = mma_tiles.multiply(problem, accumulator, weights, memory.v_tile)
         return key, following, accumulator, new_maximum, total
 
-    # Queries that are padding visit nothing; the list's first entry is a tile all the same.
+    # Padded queries visit nothing, but the list's first entry is still a valid tile.
     key = first_key(jnp.int32(0))
     carry = (
         key,

@@ -5,10 +5,10 @@ Chunk query i of sequence b attends, for each KV head, to
     chunk key j  iff  j <= i and (i - j <= window or not evicted[b, k, j])
     past slot s  iff  s < past_lengths[b, k] and i <= past_until[b, k, s]
 
-after a soft cap of its scores, and beside the sink of its head, if there are any. Slot s of row
-(b, k) lives in page `page_table[b, k, s // P]` at offset `s % P`. This is the binary form of the
-DMS mask (Łańcucki et al. 2025, section 3.2). Blocks of `BLOCK` queries run one after the other, so
-memory is linear in the length of the chunk.
+with a soft cap of its scores and the sink of its head, if there are any. Slot s of row (b, k) lives
+in page `page_table[b, k, s // P]` at offset `s % P`. This is the binary form of the DMS mask
+(Łańcucki et al. 2025, section 3.2). Blocks of `BLOCK` queries run one after the other, so memory is
+linear in the length of the chunk.
 """
 
 import jax

@@ -1,11 +1,11 @@
-"""Which key tiles the queries of a chunk visit: the plan that the prefill kernels follow.
+"""The plan of the prefill kernels: the key tiles that the queries of a chunk visit.
 
-Keys come in tiles of `TILE` and from two places. Whole tiles of past slots are read in place, from
+Keys come in tiles of `TILE`, from two places. Whole tiles of past slots are read in place, from
 their pages. The rest, the "dense" keys, are the last partial tile of past slots of each row,
-gathered and zeroed beyond its length, followed by the chunk's own keys, zeroed beyond its count: so
+gathered and zeroed beyond its length, followed by the chunk's own keys, zeroed beyond its count, so
 the contents of unread slots never enter a product. Every key has an interval [since, until] of the
-queries that see it, and for each tile of queries a list holds the key tiles to visit: first those
-that all of its queries see whole, then those that are masked by the intervals.
+queries that see it. For each tile of queries a list holds the key tiles to visit: first the tiles
+that all its queries see whole, then the tiles masked by the intervals.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ ALWAYS = 2**30
 
 
 class Plan(NamedTuple):
-    """What the kernels read beside the queries and the pages. T and slots are padded to TILE.
+    """The other inputs of the kernels, besides queries and pages. T and slots are padded to TILE.
 
     Attributes:
       dense_k: keys of the tail and of the chunk [B, TILE + T, K, D].
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
       until: last query that sees each key, NEVER for none [B, K, tiles * TILE].
       pages: page numbers, all in range [B, K, M].
       visits: key tiles in the order of their visits [B, K, query tiles, tiles].
-      ends: where the whole tiles and the partial tiles end in `visits` [B, K, query tiles, 2].
+      ends: ends of the whole and of the partial tiles in `visits` [B, K, query tiles, 2].
     """
 
     dense_k: jax.Array
@@ -56,7 +56,7 @@ def _gather_tail(pages: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.
 
 
 def order_by_sort(whole: jax.Array, partial: jax.Array) -> jax.Array:
-    """Lists the whole tiles, then the partial ones; the entries after those have no meaning.
+    """Lists the whole tiles, then the partial ones; later entries are arbitrary.
 
     # In: whole [1, 0, 0, 1], partial [0, 1, 0, 0].  Out: [0, 3, 1, ...]
     """
@@ -68,8 +68,7 @@ def order_by_sort(whole: jax.Array, partial: jax.Array) -> jax.Array:
 def order_by_count(whole: jax.Array, partial: jax.Array) -> jax.Array:
     """Lists tiles like `order_by_sort`, without a sort, which is slow to compile for TPUs.
 
-    It is slower on a GPU. The p-th whole tile is the number of tiles up to which there are at most
-    p whole ones.
+    Slower on a GPU. The p-th whole tile is the number of tiles up to which at most p are whole.
     """
     tiles = whole.shape[-1]
     position = jnp.arange(tiles)[:, None]

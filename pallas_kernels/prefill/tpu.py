@@ -1,10 +1,10 @@
 """Prompt attention on TPUs, over tiles of paged and of dense keys.
 
 The grid is (B, K, query tiles). A program takes the rows of a KV head's whole query group and walks
-the key tiles that `tiles.make_plan` lists: while one is multiplied the next ones are copied from
+the key tiles listed by `tiles.make_plan`: while one is multiplied the next ones are copied from
 their pages, or from the dense keys, into a ring of buffers. A tile is multiplied in 300 to 1,100
-bundles of instructions, counting every branch (1 to 4 query heads a KV head): about the time that
-device memory takes to answer, or less, so several copies are under way.
+bundles of instructions, counting every branch (1 to 4 query heads per KV head). That is at most
+about the latency of device memory, so several copies are in flight.
 """
 
 import jax
@@ -55,7 +55,7 @@ def prefill(
     tile_count = since.shape[0]
     until = plan.until.reshape(batch, kv_heads, tile_count, 1, TILE)
     past_tiles = tile_count - dense[0].shape[2] // TILE
-    # What a program reads from scalar memory: the ends of its visits, the visits, the page numbers.
+    # A program's scalar memory: the ends of its visits, the visits, the page numbers.
     pages = jnp.broadcast_to(plan.pages[:, :, None], (*plan.visits.shape[:3], plan.pages.shape[2]))
     if past_tiles == 0:
         k_pages, v_pages = (jnp.zeros((1, page, dim), q.dtype) for _ in range(2))

@@ -2,8 +2,8 @@
 
     sums[b, k, s] = sum over queries i of  mean over the group's heads of softmax(scale q_i K)_s
 
-over the slots that query i sees: what H2O (Zhang et al., arXiv 2306.14048) accumulates. The weights
-themselves, T x S of them for every head, are never in memory.
+over the slots that query i sees, as H2O (Zhang et al., arXiv 2306.14048) accumulates it. The T x S
+weights of a head are never in memory.
 """
 
 import jax.numpy as jnp
@@ -30,23 +30,24 @@ def received_attention(
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "B K S"]:
-    """Adds up the attention weights that slots receive from all queries of a chunk.
+    """Sums the attention weights that slots receive from all queries of a chunk.
 
     Query i of sequence b sees slot s of row (b, k) iff `since[b, k, s] <= positions[b, i]`.
 
     Args:
       q: rotated queries. Head h reads KV head h // (H / K).
-      k: rotated keys of every row by slot, in whatever order.
-      positions: the position of each query, less than NEVER; -1 for padding, which gives nothing.
-      since: the first position that sees each slot, 0 or more: that of its token; NEVER for a slot
-        that is not in use, whose key may be anything.
+      k: rotated keys of every row by slot, in any order.
+      positions: the position of each query, less than NEVER; -1 for padding, which contributes
+        nothing.
+      since: the first position that sees each slot (its token's), 0 or more; NEVER for an unused
+        slot, whose key may be anything.
       scale: factor on the dot products; static.
       implementation: "mosaic_gpu" (Hopper) serves bfloat16, "xla" everything, and TPUs; None
-        chooses the best one for the platform that the call is lowered for.
+        chooses the best one for the platform of the lowering.
 
     Returns:
       The sums over queries of the weights' means over the group, in float32, or in float64 for
-      float64 queries. Products are those of q's and k's dtype, added up in float32 at least.
+      float64 queries. Products are in q's and k's dtype, accumulated in at least float32.
 
     Raises:
       ValueError: arguments disagree.

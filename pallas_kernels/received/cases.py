@@ -8,11 +8,11 @@ class ReceivedCase:
     """One problem: a chunk of queries, and the slots of every row.
 
     Attributes:
-      counts: number of real queries of each sequence, which follow each other.
+      counts: number of real, consecutive queries of each sequence.
       starts: position of the first query of each sequence.
       lengths: number of slots in use of each row [B][K].
       slots: S, the number of slots of each row.
-      shuffled: whether slots were reused, so that positions are in no order, and some are missing.
+      shuffled: whether slots were reused, so that positions are unordered and some are missing.
     """
 
     name: str
@@ -46,7 +46,7 @@ CONTRACT = (
     ReceivedCase("group_of_eight", 70, 8, 1, 128, 130, (70,), (60,), ((130,),)),
     ReceivedCase("odd_group", 130, 3, 1, 96, 200, (130,), (60,), ((190,),)),
     ReceivedCase("dim_256", 70, 2, 1, 256, 200, (70,), (100,), ((170,),)),
-    # More key tiles than are in any ring of buffers.
+    # More key tiles than any ring of buffers holds.
     ReceivedCase("long_past", 70, 2, 1, 64, 1200, (70,), (1100,), ((1170,),)),
     ReceivedCase("float32", 70, 4, 2, 64, 200, (70,), (90,), ((160, 50),), dtype="float32"),
     ReceivedCase("small_heads", 40, 4, 2, 8, 70, (33,), (20,), ((53, 20),), dtype="float32"),

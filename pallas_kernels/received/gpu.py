@@ -3,14 +3,13 @@
     lse_i = log2 of sum over seen slots j of exp2(c q_i k_j)       c = scale log2(e)
     sums_j = sum over queries i that see j, and heads of the group, of exp2(c q_i k_j - lse_i) / G
 
-In the first pass a program owns 128 queries of one head and streams the keys, as attention does; in
+In the first pass a program owns 128 queries of one head and streams the keys, like attention; in
 the second it owns 128 keys of one KV head and streams the queries of every head of the group with
-their log-sum-exp, so that sums stay in registers: without atomics, and deterministically. Scores of
-the second pass are transposed, k q^T: its rows are keys.
+their log-sum-exp, so sums stay in registers, deterministic and without atomics. Scores of the
+second pass are transposed, k q^T: its rows are keys.
 
-A query sees a key if the key's `since` is no larger than the query's position: a tile loads one
-number for each row and one for each column. `plan` lists the tiles to visit, and which of them need
-no comparison.
+A query sees a key if the key's `since` is at most the query's position, so a tile loads one number
+per row and one per column. `plan` lists the tiles to visit, and which of them need no comparison.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, TILE, Problem, Ring
 from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST
 
 HEAD_DIMS = (64, 96, 128, 256)
-# The log-sum-exp of a query that is padding: no weight is left of any score.
+# The log-sum-exp of a padded query, with which all its weights are zero.
 NOTHING = 1e30
 
 
@@ -50,7 +49,7 @@ def why_not(q, k, positions, since, *, scale: float) -> str | None:
 
 
 def scratch_of(problem: Problem, ring: Ring, streamed: int = 3) -> dict[str, Any]:
-    """Returns what a program keeps in shared memory, by name; `streamed` arrays make up a tile."""
+    """Returns a program's shared-memory arrays by name; `streamed` arrays make up a tile."""
     stages, block = ring.stages, ring.block
     return {
         "own_tiles": tiles.tile_memory((COMPUTE, ROWS, problem.D), problem.dtype),
@@ -66,17 +65,17 @@ def scratch_of(problem: Problem, ring: Ring, streamed: int = 3) -> dict[str, Any
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Returns how the kernels stream tiles."""
+    """Returns the ring that streams tiles."""
     return find_ring("received_attention", "both", problem, Ring(TILE, 4), scratch_of)
 
 
 def plan(positions: jax.Array, since: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Plans the visits of both passes, over tiles of TILE queries and of TILE keys.
 
-    Tiles of keys that a tile of queries visits are those before `end`; before `whole_end` all of
-    its queries see all of the keys. Tiles of queries that visit a tile of keys are those from
-    `first` to `end`, and all of them see all of the keys from `whole_first` on. Padding among the
-    queries does not count: see NOTHING.
+    A tile of queries visits the tiles of keys before `end`; before `whole_end` all its queries see
+    all of the keys. A tile of keys is visited by the tiles of queries from `first` to `end`; from
+    `whole_first` on all their queries see all of its keys. Padded queries do not count: see
+    NOTHING.
 
     Args:
       positions: position of each query [B, T], -1 for padding.
@@ -120,10 +119,10 @@ def received_attention_mosaic(
       since: see `received_attention`.
       scale: see `received_attention`.
       interpret: run in the interpreter, for tests.
-      ring: how to stream tiles; None takes the result of `ring_of`.
+      ring: the ring that streams tiles; None for `ring_of`.
     """
     num_slots = k.shape[2]
-    # What is padding may be anything, and 0 times NaN is no zero.
+    # Padding may be anything, and 0 * NaN is NaN.
     q = pad_axis(jnp.where((positions >= 0)[..., None, None], q, 0), 1, TILE)
     k = pad_axis(k, 2, TILE)
     positions = pad_axis(positions, 1, TILE, constant_values=-1)
@@ -160,7 +159,7 @@ def received_attention_mosaic(
         [k, since, q, positions, lse, over_queries],
         jax.ShapeDtypeStruct(since.shape, jnp.float32),
         scratch_of(problem, ring),
-        # The first keys have the most queries: those of all heads start first.
+        # The first keys have the most queries, so those of all heads start first.
         {"keys": problem.S // TILE, "heads": problem.K},
         "received_sums",
     )
@@ -264,7 +263,7 @@ def _stream(
     compute: Callable[..., Any],
     target: Callable[..., Any],
 ) -> None:
-    """Streams tiles past the rows of the computing warpgroups, which store a number of each row.
+    """Streams tiles past the rows of the computing warpgroups, which store one number per row.
 
     Args:
       problem: the static parameters.
@@ -273,9 +272,9 @@ def _stream(
       streamed: returns the tile, the places and the log-sum-exp, if any, of the columns of a step.
       steps: number of steps.
       compute: returns the numbers, given the places of the rows and `product(step, places=, lse=)`.
-        That is to be called for every step in order, and returns the scores of the step, and the
-        places and the log-sum-exp of their columns where they are asked for.
-      target: returns where the numbers of the rows from this one on are stored.
+        It must call `product` for every step in order; that returns the scores of the step and, if
+        requested, the places and the log-sum-exp of their columns.
+      target: returns the reference that stores the numbers of the rows from this one on.
     """
     warpgroup = lax.axis_index("warpgroup")
     stages, block = memory.places.shape

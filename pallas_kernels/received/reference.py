@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# The position from which a slot is seen that no query sees.
+# The `since` of a slot that no query sees.
 NEVER = 2**31 - 1
-# Weights of a block of queries, over all sequences and heads: 256 MB in float32, or more for the
-# fewest queries, since every block reads all keys.
+# Weights of a block of queries, over all sequences and heads: 256 MB in float32, or more with the
+# minimum number of queries (every block reads all keys).
 MOST_WEIGHTS = 2**26
 FEWEST = 16
 
@@ -20,9 +20,9 @@ def received_weights(
 ) -> Float[Array, "B K S"]:
     """Returns the weight that each slot receives: summed over queries, averaged over the group.
 
-    A query that sees no slot gives nothing. Slots are the last axis of every array that is made
-    here, so that a GPU normalises the weights of a query in one kernel and adds up columns in
-    another; products of 16 bits are added up in 32.
+    A query that sees no slot contributes nothing. Slots are the last axis of all arrays here, so
+    that a GPU normalises the weights of a query in one kernel and sums columns in another; 16-bit
+    products are accumulated in 32 bits.
 
     Args:
       queries: W queries of each query head, after rotation.
@@ -45,7 +45,7 @@ def received_attention_xla(
     *,
     scale: float,
 ) -> Float[Array, "B K S"]:
-    """Computes `received_attention` in XLA, in memory that is linear in T and in S."""
+    """Computes `received_attention` in XLA, in memory linear in T and in S."""
     batch, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_slots = k.shape[1:3]
     a_query = batch * num_heads * num_slots

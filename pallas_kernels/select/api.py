@@ -1,8 +1,8 @@
 """`select_largest`: the indices of the largest scores of each row (top-k without an order).
 
-Which pages a query reads, or which values it fetches, depends on which scores are among the
-largest, not on their order. So nothing is sorted: a threshold is found that `count` scores reach,
-and their indices are written in ascending order.
+The pages that a query reads, or the values that it fetches, depend on the set of largest scores,
+not on their order. So nothing is sorted: the operation finds a threshold that `count` scores reach,
+and writes their indices in ascending order.
 """
 
 import jax.numpy as jnp
@@ -30,14 +30,13 @@ def select_largest(
     """Finds the largest entries of each row.
 
     Args:
-      scores: floating-point numbers, without NaN, which have no place in the order. -0.0 equals
-        0.0.
-      count: how many to find in each row; static, 1 to S.
+      scores: floating-point numbers without NaN, which has no order. -0.0 equals 0.0.
+      count: number of entries per row; static, 1 to S.
       implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None chooses the best one for the
         platform that the call is lowered for.
 
     Returns:
-      Indices of the `count` largest entries in ascending order; of equal entries, the first.
+      Indices of the `count` largest entries in ascending order; ties go to the first.
 
     Raises:
       ValueError: the scores are not rows of floating-point numbers, or the count is out of range.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SelectCase:
-    """One problem: the shape and the dtype of the scores, and how many are selected.
+    """One problem: the shape and the dtype of the scores, and the number to select.
 
     Attributes:
       name: name of the case in tests and tables.

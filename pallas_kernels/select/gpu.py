@@ -1,25 +1,25 @@
 """The largest scores of each row on NVIDIA GPUs: a threshold by bisection, then places by search.
 
-A program holds a row in registers. Floating-point numbers are mapped to integers in the same order,
-and the threshold t that `count` of them reach is found by bisection between the lowest and the
-highest, l <= t <= h, with one comparison of the whole row in each round,
+A program holds a row in registers. Floating-point numbers are mapped to integers in the same order.
+Bisection between the lowest and the highest, l <= t <= h, finds the threshold t that `count` of
+them reach, with one comparison of the whole row per round,
 
     m = ceil((l + h) / 2),    l = m  if  sum_s (key_s >= m) >= count  else  h = m - 1,
 
-until exactly `count` reach l, which for distinct numbers happens long before l = h. Of several
-numbers equal to l the first are selected.
+until exactly `count` reach l, which for distinct numbers happens long before l = h. Ties at l go to
+the first.
 
-Mosaic GPU has no scatter, so the selected indices are not written to their places: each place looks
-for its index, as on a TPU. The row is taken as a matrix of 64 lines, of which a short row leaves
-the last ones empty. Products with a triangle of ones count the selected numbers of each line up to
-each column, and a comparison of all pairs of lines those before each line. Of 64 places at a time,
-one product picks the counts of each place's line, and the number of counts that do not exceed the
-place is its column.
+Mosaic GPU has no scatter, so instead of writing selected indices to their places, each place
+searches for its index, as on a TPU. The row is viewed as a matrix of 64 lines, the last ones empty
+for a short row. Products with a triangle of ones count the selected numbers of each line up to each
+column, and a comparison of all pairs of lines counts those before each line. For 64 places at a
+time, one product picks the counts of each place's line, and the number of counts that do not exceed
+the place is its column.
 
 A longer row is cut into groups of W neighbors. The `count` largest scores are in the `count` groups
-with the largest maxima, so first those groups are selected, then the scores in them: with
-W = sqrt(S / count) each selection is among sqrt(S count). Groups stay in order, so that of equal
-numbers the first are still selected. XLA computes the maxima, fused with the scores.
+with the largest maxima, so these groups are selected first, then the scores in them: with W =
+sqrt(S / count) each selection is among sqrt(S count). Groups stay in order, so ties still go to the
+first. XLA computes the maxima, fused with the scores.
 
 The products are those of Ampere (`mma`), which every later GPU has.
 """
@@ -39,11 +39,11 @@ from pallas_kernels.mma import ACC, LHS, RHS, mma
 from pallas_kernels.padding import pad_axis
 from pallas_kernels.stores import store
 
-# Lines of the matrix that a row is taken as; columns come in multiples of 16.
+# Lines of the matrix view of a row; columns come in multiples of 16.
 _LINES, _COLUMNS = 64, 16
-# Threads of a program, each of which holds a part of a row.
+# Threads of a program; each holds a part of a row.
 _THREADS = 128
-# Maximum number of scores of a program: counts up to 128 in a line are exact in bfloat16.
+# The most scores of a program: counts up to 128 per line are exact in bfloat16.
 _MOST = 1 << 13
 _LOWEST = -(2**31)
 
@@ -114,12 +114,12 @@ def _body(scores_ref, out_ref, memory, *, count: int, interpret: bool):
     )
     store(keys_smem.at[pl.ds(0, lines)], keys)
     if lines < _LINES:
-        # Smaller than any number, and last: never selected, as there are `count` others.
+        # Smaller than any number, and last, so never selected: there are `count` others.
         rest = _LINES - lines
         padding = plgpu.layout_cast(fill((rest, columns), _LOWEST, jnp.int32), strided(rest, 4))
         store(keys_smem.at[pl.ds(lines, rest)], padding)
     threshold = _threshold(keys, count)
-    # Of the numbers equal to the threshold, as many are selected.
+    # The number of entries equal to the threshold to select.
     needed = count - jnp.where(keys > threshold, 1, 0).sum()
 
     # The keys again, as operands of products.
@@ -150,8 +150,8 @@ def _body(scores_ref, out_ref, memory, *, count: int, interpret: bool):
     marked = marks(1.0, 256.0, jnp.bfloat16)
     small = (_COLUMNS, _COLUMNS)
     ones = plgpu.layout_cast(fill(small, 1.0, jnp.bfloat16), RHS)
-    # By way of memory: an iota in the layout of operands on the right is wrong in jax 0.11 and
-    # 0.12, which count its pairs of numbers along the columns; they lie along the rows.
+    # Through memory: an iota in the layout of right operands is wrong in jax 0.11 and 0.12, which
+    # count its pairs of numbers along the columns although they lie along the rows.
     up_to = _iota(block, 0, ACC) <= _iota(block, 1, ACC)
     triangle = jnp.where(up_to, fill(block, 1.0, jnp.bfloat16), fill(block, 0.0, jnp.bfloat16))
     corner = counts_smem.at[:, pl.ds(0, _COLUMNS)]

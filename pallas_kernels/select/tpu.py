@@ -1,17 +1,16 @@
 """The largest scores of each row on TPUs: a threshold by bisection, then their places by search.
 
-A program holds eight rows or a multiple in vector memory. Floating-point numbers are mapped to
-integers in the same order, and the threshold that `count` of them reach is found by bisection, as
-on a GPU (`pallas_kernels.select.gpu`), for all rows of a program at once,
+A program holds a multiple of eight rows in vector memory. Floating-point numbers are mapped to
+integers in the same order. Bisection finds the threshold that `count` of them reach, as on a GPU
+(`pallas_kernels.select.gpu`), for all rows of a program at once,
 
     m = ceil((l + h) / 2),    l = m  if  sum_s (key_s >= m) >= count  else  h = m - 1.
 
-There is no scatter on a TPU, so the selected indices are not written to their places: each place
-looks for its index. Within a chunk of 128 scores let c_s be the number of selected ones up to s,
-found by a product with a triangle of ones, and b the number of those before the chunk. Place p
-holds the first s with c_s > p - b, found in seven steps of a binary search in which all lanes look
-into the chunk at once. Of several numbers equal to the threshold the first are selected: they are
-counted in the same way.
+There is no scatter on a TPU, so instead of writing selected indices to their places, each place
+searches for its index. Within a chunk of 128 scores let c_s be the number of selected ones up to s,
+computed by a product with a triangle of ones, and b the number before the chunk. Place p holds the
+first s with c_s > p - b, found by a binary search of seven steps in which all lanes look into the
+chunk at once. Ties at the threshold go to the first; they are counted in the same way.
 """
 
 import functools
@@ -25,13 +24,13 @@ from jaxtyping import Array, Float, Int
 
 _LANES = 128
 _LOWEST = -(2**31)
-# Most numbers of a row that are selected: every place looks into every chunk.
+# The most selected numbers of a row: every place looks into every chunk.
 _MOST = 2048
 # Bytes of the scores of a program.
 _BLOCK_BYTES = 2 << 20
-# Number of rows of a program, at most.
+# The most rows of a program.
 _MOST_ROWS = 64
-# Bytes of a row of scores, at most: eight rows, copied while others are computed, and their keys.
+# The most bytes of a row of scores: memory holds eight rows, eight more in flight, and their keys.
 _ROW_BYTES = 1 << 19
 
 
@@ -60,7 +59,7 @@ def _kernel(scores_ref, out_ref, keys_ref, *, width: int, count: int):
     keys_ref[...] = keys
 
     def reaching(threshold):
-        """Returns how many keys of each row reach its threshold."""
+        """Returns the number of keys of each row that reach its threshold."""
         return jnp.sum((keys_ref[...] >= threshold).astype(jnp.int32), axis=1, keepdims=True)
 
     def unfinished(state):
@@ -82,14 +81,14 @@ def _kernel(scores_ref, out_ref, keys_ref, *, width: int, count: int):
     high = jnp.max(keys, axis=1, keepdims=True)
     everything = jnp.full((rows, 1), width, jnp.int32)
     threshold, _, _ = lax.while_loop(unfinished, halve, (low, high, everything))
-    # Of the keys equal to the threshold, as many are selected.
+    # The number of keys equal to the threshold to select.
     needed = count - jnp.sum((keys_ref[...] > threshold).astype(jnp.int32), axis=1, keepdims=True)
 
     index = lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 0)
     until = (index <= lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 1)).astype(jnp.bfloat16)
 
     def up_to(marks):
-        """Returns how many marks of a chunk there are up to each; at most 128, so exact."""
+        """Returns the running count of marks in a chunk; at most 128, so exact."""
         counts = jnp.dot(marks.astype(jnp.bfloat16), until, preferred_element_type=jnp.float32)
         return counts.astype(jnp.int32)
 

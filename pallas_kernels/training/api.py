@@ -56,7 +56,7 @@ def _attend_forward(inputs, sinks, options, implementation):
 
 
 def _with_sinks(output, lse2, sinks):
-    """Takes the sinks' share of every softmax; see `reference`."""
+    """Adds the sinks to every softmax; see `reference`."""
     sink2 = sinks.astype(lse2.dtype)[:, None] * LOG2E
     share = jax.nn.sigmoid((lse2 - sink2) / LOG2E)
     output = (output * jnp.swapaxes(share, 1, 2)[..., None]).astype(output.dtype)
@@ -68,7 +68,7 @@ def _attend_backward(options, implementation, residuals, output_gradient):
     gradients = BACKWARD(implementation, inputs, output, lse2, output_gradient, **dict(options))
     of_sinks = None
     if sinks is not None:
-        # Its own share, times what the mean that it takes part in falls short by: its value is 0.
+        # The sink's share, times minus the mean output, as its value is 0.
         share = jnp.exp2(sinks.astype(lse2.dtype)[:, None] * LOG2E - lse2)
         mean = jnp.einsum(
             "bthd,bthd->bht", output, output_gradient, preferred_element_type=lse2.dtype
@@ -123,12 +123,12 @@ def retrofit_attention(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Computes causal attention with a bias on keys more than `window` tokens behind the query.
+    """Computes causal attention with a bias on keys more than `window` tokens before the query.
 
     Query i sees key j iff j <= i and both have the same segment id. `bias[b, k, j]` (<= 0, -inf
     for an evicted key) is added to the scores of key j iff i - j > window. Every query sees its own
-    key without a bias, so no softmax is empty. Of a row that is split over devices, T of its S
-    queries attend to all keys: those from `start` on.
+    key without a bias, so no softmax is empty. If a row is split over devices, T of its S queries
+    (from `start` on) attend to all keys.
 
     Args:
       q: rotated queries.
@@ -139,18 +139,17 @@ def retrofit_attention(
       scale: factor on the dot products.
       segment_ids: number of the document of each token, for documents packed into one sequence;
         None means one document.
-      start: the place in the row of the first query, at most S - T; None where T = S.
-      sinks: a logit of each query head that takes a share of its softmax, as a key that every query
-        sees and whose value is 0; differentiable. None for none.
-      soft_cap: c of c tanh(s / c) in place of scores s, before the bias; None for s. Served by
-        "xla" alone, which None then chooses.
+      start: the index in the row of the first query, at most S - T; None if T = S.
+      sinks: a sink logit of each query head, which takes part in its softmax like a key with value
+        0 that every query sees; differentiable. None for none.
+      soft_cap: c, if scores s become c tanh(s / c), before the bias; None without a cap. Only "xla"
+        supports it, and `implementation=None` then chooses it.
       implementation: "mosaic_gpu" (Hopper) serves bfloat16, "mosaic_mma" (Ampere and later) also
         float16, "mosaic_tpu" bfloat16 and float32, "xla" everything, in full precision and also
-        with memory linear in T; None chooses the best one for the platform that the call is lowered
-        for.
+        with memory linear in T; None chooses the best one for the platform of the lowering.
 
     Returns:
-      The attention output in q's dtype. The softmax is computed in float32 at least, and in float64
+      The attention output in q's dtype. The softmax is computed in at least float32, and in float64
       for float64 inputs.
 
     Raises:

@@ -52,7 +52,7 @@ CONTRACT = (
     TrainingCase("float32_packed", 1, 201, 4, 2, 128, 40, dtype="float32", segments=50),
 )
 
-# Sinks take part in any implementation; soft caps are served by XLA alone.
+# All implementations support sinks; only XLA supports soft caps.
 SINKS_AND_CAPS = (
     TrainingCase("sinks", 1, 130, 4, 2, 64, 33, sinks=True),
     TrainingCase("sinks_packed", 2, 200, 4, 1, 32, 33, bias="evicted", segments=40, sinks=True),
@@ -61,13 +61,13 @@ SINKS_AND_CAPS = (
     TrainingCase("both_float64", 1, 150, 4, 2, 16, 40, "float64", sinks=True, soft_cap=2.0),
 )
 
-# The heads of Llama-3.1-8B, one sequence: the shapes that the required speed is stated for.
+# The heads of Llama-3.1-8B, one sequence: the shapes of the speed requirement.
 BARS = (
     TrainingCase("llama_8k", 1, 8192, 32, 8, 128, 512),
     TrainingCase("llama_32k", 1, 32768, 32, 8, 128, 512),
 )
 
-# All shapes that are timed: also packed documents, other head dims and groups, short sequences.
+# All timed shapes: also packed documents, other head dims and groups, short sequences.
 SPEED = (
     *BARS,
     TrainingCase("packed_8k", 1, 8192, 32, 8, 128, 512, segments=2048),

@@ -1,4 +1,4 @@
-"""Training attention on NVIDIA GPUs: what the kernels serve, padding, and the steps around them.
+"""Training attention on NVIDIA GPUs: supported calls, padding, and the calls of the kernels.
 
 There are kernels for Hopper, and others with the products of Ampere (`mma`). Sequences are padded
 to whole tiles (no query of the sequence sees a padded key, and padded queries have zero gradients),

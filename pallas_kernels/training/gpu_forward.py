@@ -19,7 +19,7 @@ from pallas_kernels.training.inputs import HIDDEN, LOG2E, LOWEST, Inputs
 
 
 def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
-    """Returns what a program keeps in shared memory, by name."""
+    """Returns a program's shared-memory arrays by name."""
     block, stages = ring.block, ring.stages
     key_tile = tiles.tile_memory((stages, block, problem.D), problem.dtype)
     scratch = {
@@ -44,7 +44,7 @@ def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Returns how the kernel streams keys and values."""
+    """Returns the ring that streams keys and values."""
     wanted = Ring(TILE if problem.D <= 128 else ROWS, 4)
     return find_ring("retrofit_attention", "forward", problem, wanted, scratch_of)
 
@@ -56,8 +56,8 @@ def forward(
 
     Args:
       problem: the static parameters.
-      inputs: the inputs as the kernels take them.
-      ring: how to stream keys and values; None takes the result of `ring_of`.
+      inputs: the kernels' inputs.
+      ring: the ring that streams keys and values; None for `ring_of`.
     """
     ring = ring or ring_of(problem)
     out_type = (
@@ -185,7 +185,7 @@ def _program(problem: Problem, inputs, outputs, memory):
                 def multiply_values(refs):
                     accumulator_ref, total_ref = refs
                     plgpu.wgmma(accumulator_ref, operand, memory.v_tiles.at[slot])
-                    # Beside the product, off the path between the two.
+                    # In parallel to the product, off the critical path between the two products.
                     total_ref[...] += weights.sum(axis=1)
                     wait_for_next_keys()
 

@@ -1,12 +1,12 @@
 """Gradients of training attention with respect to keys, values and bias, for NVIDIA GPUs.
 
 One program owns 128 keys of one KV head and walks the queries of every head of its group, so the
-gradients are summed in registers: without atomics, without a sum over heads afterwards, and
-deterministically. Scores are transposed, S^T = k q^T, so that the bias is one value per row:
+gradients are summed in registers, deterministically, without atomics or a later sum over heads.
+Scores are transposed, S^T = k q^T, so that the bias is one value per row:
 
     dv += p^T do        dk += dS^T q        dbias += row sums of dS^T over far queries
 
-At D = 256 the accumulators of 64 keys would need twice the registers of a warpgroup; there both
+At D = 256 the accumulators of 64 keys would need twice the registers of a warpgroup, so both
 warpgroups take the same 64 keys, and each accumulates one of dk and dv: see `gpu_wide_gradients`.
 """
 
@@ -34,7 +34,7 @@ def _keys(problem: Problem) -> int:
 
 
 def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
-    """Returns what a program keeps in shared memory, by name."""
+    """Returns a program's shared-memory arrays by name."""
     block, stages, dtype = ring.block, ring.stages, problem.dtype
     parts = _keys(problem) // ROWS
     key_tile = tiles.tile_memory((parts, ROWS, problem.D), dtype)
@@ -61,7 +61,7 @@ def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Returns how the kernel streams queries and the gradients of their outputs."""
+    """Returns the ring that streams queries and the gradients of their outputs."""
     return find_ring("retrofit_attention", "key_gradient", problem, Ring(ROWS, 2), scratch_of)
 
 
@@ -84,8 +84,8 @@ def key_gradients(
         jax.ShapeDtypeStruct(inputs.v.shape, problem.dtype),
         jax.ShapeDtypeStruct(inputs.bias.shape, jnp.float32),
     )
-    # The first keys have the most queries: the first keys of all heads start first, so that no long
-    # program is left for the end.
+    # The first keys have the most queries, so those of all heads start first, and no long program
+    # is left for the end.
     grid = {"keys": problem.S // keys, "heads": problem.K}
     scratch = scratch_of(problem, ring)
     return tiles.run(problem, _program, operands, out_type, scratch, grid, "retrofit_dkv")
@@ -94,7 +94,7 @@ def key_gradients(
 def query_zones(keys: int, window: int, block: int, k0, last):
     """Returns tiles (first, diagonal end, near end, boundary end, end) of keys [k0, k0 + keys).
 
-    Places are counted from the first query, before which and after whose last there may be keys.
+    Places are relative to the first query; keys may lie before the first and after the last query.
     """
     first = jnp.minimum(lax.div(jnp.maximum(k0, 0), jnp.int32(block)), last)
     diagonal_end = jnp.clip(tiles.ceil_div(jnp.maximum(k0 + keys, 0), block), first, last)
@@ -108,7 +108,7 @@ def query_zones(keys: int, window: int, block: int, k0, last):
 
 
 def query_kinds(keys: int, window: int, block: int) -> tuple[tuple[str | None, bool], ...]:
-    """Returns how the bias enters, and whether keys are masked, in each zone of `query_zones`."""
+    """Returns, for each zone of `query_zones`, how the bias applies and whether keys are masked."""
     diagonal_bias = "select" if window < keys + block - 2 else None
     return (diagonal_bias, True), (None, False), ("select", False), ("all", False)
 

@@ -1,12 +1,12 @@
 """Gradient of training attention with respect to the queries, for NVIDIA GPUs.
 
-The kernel is built like that of the forward pass. With p = exp2(s - lse), delta_i = <do_i, o_i>,
+The kernel is built like the forward kernel. With p = exp2(s - lse), delta_i = <do_i, o_i>,
 
     dS = p * (do v^T - delta)        dq = scale * dS k
 
-At D = 256 a second pair of tiles does not fit beside the queries. Keys are read to the end of a
-step and values only to the middle, so there the ring has a second tile of keys, and values have
-barriers of their own: a tile of values arrives while dq and the next scores are computed.
+At D = 256 a second pair of tiles does not fit beside the queries. Keys are read until the end of a
+step but values only until its middle, so the ring then has a second tile only of keys, and values
+have separate barriers: a tile of values arrives while dq and the next scores are computed.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from pallas_kernels.training import gpu_tiles as tiles
 from pallas_kernels.training.gpu_tiles import COMPUTE, ROWS, TILE, Problem, Ring, find_ring
 from pallas_kernels.training.inputs import LOG2E, Inputs, Residuals
 
-# What a program sums, it sums in the products.
+# All sums of a program are part of products.
 REDUCTIONS = 0
 
 
 def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
-    """Returns what a program keeps in shared memory, by name."""
+    """Returns a program's shared-memory arrays by name."""
     early, block = _early_values(problem), ring.block
     stages = ring.stages + early
     query_tile = tiles.tile_memory((COMPUTE, ROWS, problem.D), problem.dtype)
@@ -51,13 +51,13 @@ def scratch_of(problem: Problem, ring: Ring) -> dict[str, Any]:
 
 
 def ring_of(problem: Problem) -> Ring:
-    """Returns how the kernel streams keys and values."""
+    """Returns the ring that streams keys and values."""
     wanted, part = Ring(TILE if problem.D <= 128 else ROWS, 4), "query_gradient"
     return find_ring("retrofit_attention", part, problem, wanted, scratch_of, REDUCTIONS)
 
 
 def _early_values(problem: Problem) -> bool:
-    """Returns whether keys have one stage more than values."""
+    """Whether keys have one stage more than values."""
     return problem.D > 128
 
 
@@ -133,7 +133,7 @@ def _program(problem: Problem, inputs, outputs, memory):
         wait_until_consumed()
 
     def load_rows(ref):
-        # From the memory of the device: shared memory is full at D = 256.
+        # From device memory, because shared memory is full at D = 256.
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def compute():

@@ -29,7 +29,7 @@ from pallas_kernels.training.inputs import Inputs
 
 ROWS = 64  # number of rows of one wgmma, and so of one computing warpgroup
 TILE = 128  # sequences are padded to a multiple of this
-COMPUTE = 2  # number of computing warpgroups of a program
+COMPUTE = 2  # number of computing warpgroups per program
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Problem:
 
     Attributes:
       packed: there are segment ids.
-      placed: queries start at some place among the keys, which is known when the program runs.
+      placed: queries start at an index among the keys that is known only at run time.
       interpret: run in the interpreter, which accepts no wgmma operand in registers.
     """
 
@@ -57,22 +57,22 @@ class Problem:
 
     @property
     def heads_per_program(self) -> int:
-        """Number of query heads that a program of the forward and dq kernels takes.
+        """Number of query heads per program of the forward and dq kernels.
 
-        Two heads of one KV group over the same 64 queries have equal trip counts and share the
-        key tiles. The heads of an odd group do not pair up; there the warpgroups split 128 queries.
+        Two heads of one KV group over the same 64 queries have equal trip counts and share the key
+        tiles. In an odd group heads do not pair up, so the warpgroups split 128 queries instead.
         """
         return 2 if (self.H // self.K) % 2 == 0 else 1
 
     @property
     def rows(self) -> int:
-        """Number of queries that a program of the forward and dq kernels takes."""
+        """Number of queries per program of the forward and dq kernels."""
         return ROWS * COMPUTE // self.heads_per_program
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How a kernel streams tiles through shared memory.
+    """The ring in shared memory through which a kernel streams tiles.
 
     Attributes:
       block: number of tokens in a tile.
@@ -83,14 +83,14 @@ class Ring:
     stages: int
 
 
-# What a kernel keeps in shared memory, by name, with a ring of tiles: see `run`.
+# A kernel's shared-memory arrays by name, given its ring of tiles: see `run`.
 ScratchOf = Callable[[Problem, Ring], dict[str, Any]]
 
 
 def fits(
     scratch_of: ScratchOf, problem: Problem, ring: Ring, reductions: int = REDUCTION_BYTES
 ) -> bool:
-    """Returns whether a GPU has the shared memory of a program; only the interpreter stages."""
+    """Returns whether a program fits a GPU's shared memory; only the interpreter uses `staging`."""
     scratch = scratch_of(replace(problem, interpret=False), ring)
     return shared_bytes(scratch, reductions) <= target_gpu().shared_bytes
 
@@ -103,14 +103,14 @@ def find_ring(
     scratch_of: ScratchOf,
     reductions: int = REDUCTION_BYTES,
 ) -> Ring:
-    """Returns the ring measured for such a GPU, else the wanted one with stages that fit.
+    """Returns the measured ring for the GPU, otherwise the wanted one with as many stages as fit.
 
     Args:
       operation: name of the operation in the files of settings.
       part: name of the kernel in the files of settings.
       problem: the static parameters.
-      wanted: the ring to use where none was measured.
-      scratch_of: what the kernel keeps in shared memory.
+      wanted: the ring to use if none was measured.
+      scratch_of: the kernel's shared-memory arrays.
       reductions: see `run`.
     """
     shape = {"part": part, "head_dim": problem.D}
@@ -123,7 +123,7 @@ def find_ring(
 
 
 def tile_memory(shape: tuple[int, ...], dtype):
-    """Returns a shared-memory tile in a layout for wgmma: 128-byte swizzle where it fits."""
+    """Returns a shared-memory tile in a layout for wgmma: with 128-byte swizzle if it fits."""
     elements = 64 if shape[-1] % 64 == 0 else 32
     swizzle = elements * jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle))
@@ -136,11 +136,11 @@ def ceil_div(a, b: int):
 
 
 def hidden_zero(tile):
-    """Returns 0, from a tile's number and so that the compiler does not see it.
+    """Returns 0, computed from a tile's number so that the compiler does not know it.
 
-    A tile in shared memory that every step of a loop multiplies has a descriptor for each 16 of its
-    columns. Before the loop they would fill registers, and spill others; with an index that seems
-    to depend on the step they are computed where they are used.
+    A shared-memory tile multiplied in every step of a loop has a descriptor for each 16 columns.
+    Computed before the loop, they would fill registers and spill others; with an index that seems
+    to depend on the step they are computed at their use.
     """
     return lax.bitwise_and(tile * (tile + 1), jnp.int32(1))
 
@@ -149,7 +149,7 @@ def key_zones(q0, rows: int, window: int, block: int, first, count: int | None =
     """Returns tile numbers (far end, boundary end, near end, end) for queries [q0, q0 + rows).
 
     Tiles hold `block` keys, and the far zone starts at tile `first`. All results are >= `first`.
-    With a `count` of tiles, some of the queries may be padding, past all keys.
+    With a `count` of tiles, some queries may be padding, past all keys.
     """
     near_end = lax.div(q0, jnp.int32(block))
     far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))
@@ -203,7 +203,8 @@ def release(barrier, *, interpret: bool) -> None:
     """Signals the copying warpgroup that this one has read its tile.
 
     The interpreter needs a proxy fence between a plain read and the bulk copy that overwrites it.
-    On a GPU the values are in registers before the arrival is seen, and a fence costs a barrier.
+    On a GPU the values are in registers before the arrival is visible, and a fence would cost a
+    barrier.
     """
     if interpret:
         plgpu.commit_smem()
@@ -213,10 +214,10 @@ def release(barrier, *, interpret: bool) -> None:
 def accumulate(initials, body, result_shape, *, interpret: bool):
     """Runs `body(refs, read)` on accumulators that start from `initials`; returns its result.
 
-    Starting a product from the terms that are added to it costs nothing (the registers are written
-    anyway) and frees the registers of those terms. `read(index, wait)` returns an accumulator once
-    at most `wait` products are in flight. In the interpreter accumulators start from zero, and the
-    terms are added afterwards.
+    Starting a product from the terms to be added costs nothing (the registers are written anyway)
+    and frees their registers. `read(index, wait)` returns an accumulator once at most `wait`
+    products are in flight. In the interpreter accumulators start from zero, and the terms are added
+    afterwards.
     """
     shapes = [plgpu.ACC(x.shape, jnp.float32) for x in initials]
     if interpret:
@@ -244,7 +245,7 @@ def accumulate(initials, body, result_shape, *, interpret: bool):
 def multiply_registers(accumulator, a, b, staging) -> None:
     """Issues accumulator += a @ b for a tile `a` in registers.
 
-    The interpreter accepts `a` in shared memory only, so there it is copied to `staging`.
+    The interpreter accepts `a` only in shared memory, so it is copied to `staging` there.
     """
     if staging is None:
         plgpu.wgmma(accumulator, a, b)
@@ -256,13 +257,13 @@ def multiply_registers(accumulator, a, b, staging) -> None:
 
 
 def zone_loops(body, bounds, carry, *, diagonal_bias: bool):
-    """Runs `body(tile, carry, bias=, causal=)` over the four zones that `bounds` delimits.
+    """Runs `body(tile, carry, bias=, causal=)` over the four zones delimited by `bounds`.
 
     Args:
       body: the work on one tile; `bias` is "all", "select" or None.
       bounds: the first tile, then the ends of the far, boundary, near and diagonal zones.
       carry: initial carry of the loops.
-      diagonal_bias: whether the window is so small that diagonal tiles hold biased scores.
+      diagonal_bias: whether the window is so small that diagonal tiles have biased scores.
     """
     kinds = (("all", False), ("select", False), (None, False))
     kinds = (*kinds, ("select" if diagonal_bias else None, True))
@@ -276,7 +277,7 @@ def zone_loops(body, bounds, carry, *, diagonal_bias: bool):
 
 
 def segment_overlap(of_rows: jax.Array, of_columns: jax.Array, rows: int, columns: int):
-    """Returns which blocks of `rows` and of `columns` tokens may share a segment: [B, R, C]."""
+    """Returns whether blocks of `rows` and of `columns` tokens may share a segment: [B, R, C]."""
     row_blocks = of_rows.reshape(of_rows.shape[0], -1, rows)
     column_blocks = of_columns.reshape(of_columns.shape[0], -1, columns)
     low = row_blocks.min(-1)[:, :, None], column_blocks.min(-1)[:, None, :]
@@ -285,7 +286,7 @@ def segment_overlap(of_rows: jax.Array, of_columns: jax.Array, rows: int, column
 
 
 def segment_operands(problem: Problem, inputs: Inputs, ring: Ring) -> list:
-    """Returns the operands that packed documents add to a kernel over keys.
+    """Returns the additional operands of a kernel over keys for packed documents.
 
     They are the segment ids of queries and of keys and, for each program, the first tile of keys to
     visit.
@@ -296,7 +297,7 @@ def segment_operands(problem: Problem, inputs: Inputs, ring: Ring) -> list:
 
 
 def segment_references(problem: Problem, rest) -> tuple[list, list]:
-    """Returns the references of three operands of segments, if there are any, and the others."""
+    """Splits references into the three segment operands, if there are any, and the others."""
     count = 3 if problem.packed else 0
     return rest[:count], rest[count:]
 
@@ -337,9 +338,9 @@ def run(
       problem: the static parameters.
       program: called as `program(problem, inputs, outputs, memory)` with references to the operands
         and the results; `memory` has an attribute for each entry of `scratch`.
-      operands: arrays in the memory of the device.
+      operands: arrays in device memory.
       out_type: shapes and dtypes of the results.
-      scratch: what a program keeps in shared memory, by name.
+      scratch: a program's shared-memory arrays by name.
       grid: sizes of the grid's axes, by name.
       name: name of the kernel in profiles.
       warpgroups: number of warpgroups of a program.
@@ -363,13 +364,13 @@ def run(
         interpret=interpret,
         kernel_name=name,
     )
-    # Index arithmetic is int32 throughout, also for callers who enabled 64-bit types.
+    # Index arithmetic is int32 throughout, even if the caller enabled 64-bit types.
     with jax.enable_x64(False):
         return kernel(*operands)
 
 
 def roles(warpgroup, compute, copy) -> None:
-    """Splits the warpgroups: two compute with most of the registers, one copies."""
+    """Splits the warpgroups: two compute, with most of the registers, and one copies."""
 
     @pl.when(warpgroup < COMPUTE)
     def _():

@@ -1,14 +1,14 @@
 """Gradients of 64 wide keys (D = 256), shared by two warpgroups of an NVIDIA GPU.
 
-One warpgroup accumulates dv and the other dk, each all columns, so no product is made twice. Either
-needs one product of scores of its own; the weights go from the first to the second in shared
-memory, in float32:
+One warpgroup accumulates dv and the other dk, each all columns, so no product is computed twice.
+Each needs one product of scores; the weights go from the first to the second through shared memory,
+in float32:
 
     warpgroup 0:    S^T = k q^T      p^T = exp2(S^T - lse)              dv += p^T do
     warpgroup 1:    dP^T = v do^T    dS^T = p^T * (dP^T - delta)        dk += dS^T q
 
-Keys are read by the first warpgroup alone and values by the second, so that either can leave its
-result there.
+Only the first warpgroup reads keys and only the second reads values, so each can write its result
+over them.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Walk:
 
 
 def wide_memory(block: int) -> dict:
-    """Returns what the two warpgroups share: the weights of a tile, and their barriers."""
+    """Returns the memory shared by both warpgroups: the weights of a tile, and their barriers."""
     transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     return {
         "weights": plgpu.SMEM((ROWS, block), jnp.float32, transforms=transforms),
@@ -79,7 +79,7 @@ def compute_wide(problem: Problem, walk: Walk, results, memory) -> None:
 
 
 def _value_gradient(problem: Problem, walk: Walk, memory, shape: tuple[int, int]):
-    """Returns dv [64, D] and hands every tile of weights on."""
+    """Returns dv [64, D], and passes every tile of weights to the other warpgroup."""
     block = shape[1]
     bias = tiles.load_rows(memory.row_values.at[0])
     own_segments = tiles.load_rows(memory.key_segments.at[0]) if problem.packed else None

@@ -1,4 +1,4 @@
-"""The arrays of training attention, as its implementations and their kernels take them."""
+"""The arrays of training attention: arguments of its implementations and kernels."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from pallas_kernels.padding import pad_axis
 
 LOG2E = math.log2(math.e)
 # A masked score, and the initial running maximum. Both are finite, and the first is so far below
-# the second that exp2(HIDDEN - maximum) = 0 however the two are rounded: a tile in which a row sees
-# no key adds nothing to that row.
+# the second that exp2(HIDDEN - maximum) = 0 with any rounding, so a tile in which a row sees no key
+# adds nothing to that row.
 HIDDEN = -1e30
 LOWEST = -1e20
 
@@ -31,10 +31,10 @@ class Inputs:
       segments: [B, S] segment ids, or None for one document.
       start: [] place of the first query among the keys; None for 0, and T = S. Kernels take it as
         [1].
-      query_segments: [B, T] segment ids of the queries where there is a start.
+      query_segments: [B, T] segment ids of the queries if there is a start.
     """
 
-    # Arrays; jax also puts shapes and placeholders in their place.
+    # Arrays; jax also replaces them by shapes and placeholders.
     q: Any
     k: Any
     v: Any
@@ -67,12 +67,12 @@ class Inputs:
 
 
 class Residuals(NamedTuple):
-    """What the backward kernels read beside the inputs.
+    """The additional inputs of the backward kernels.
 
     Attributes:
       output_gradient: gradient of the output, shaped as the queries.
-      minus_lse: minus the natural log-sum-exp of each query over the scale, float32 [B, H, T];
-        kernels for TPU take [B, K, blocks, 1, G * query].
+      minus_lse: minus the natural log-sum-exp of each query, divided by the scale, float32 [B, H,
+        T]; kernels for TPU take [B, K, blocks, 1, G * query].
       minus_delta: minus the dot product of each output with its gradient, shaped as `minus_lse`.
     """
 

@@ -1,6 +1,6 @@
 """Training attention with the products of Ampere, for NVIDIA GPUs of other generations than Hopper.
 
-They run on Hopper too, where the kernels made for it are faster.
+They run on Hopper too, where the Hopper kernels are faster.
 """
 
 import jax.numpy as jnp

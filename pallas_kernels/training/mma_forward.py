@@ -1,6 +1,6 @@
 """Forward training attention with the products of Ampere: output and base-2 log-sum-exp.
 
-One program takes a tile of queries of one head and walks the key tiles like the kernel for Hopper
+One program takes a tile of queries of one head and walks the key tiles like the Hopper kernel
 (`gpu_forward`).
 """
 

@@ -1,9 +1,9 @@
 """Gradients of training attention with respect to keys, values and bias, with Ampere's products.
 
 One program owns the keys of one tile and walks the queries of every head of its group, with the
-formulas of the kernel for Hopper (`gpu_key_gradient`). At D = 256 the gradients of 64 keys would
-need twice the registers of a warpgroup; there two programs take the same keys, and each sums half
-of the columns.
+formulas of the Hopper kernel (`gpu_key_gradient`). At D = 256 the gradients of 64 keys would need
+twice the registers of a warpgroup, so two programs take the same keys, and each sums half of the
+columns.
 """
 
 import functools
@@ -54,7 +54,7 @@ def key_gradients(
         jax.ShapeDtypeStruct(inputs.v.shape, problem.dtype),
         jax.ShapeDtypeStruct(inputs.bias.shape, jnp.float32),
     )
-    # As for Hopper, the first keys of all heads start first: they have the most queries.
+    # As on Hopper, the first keys of all heads start first: they have the most queries.
     grid = {"keys": problem.S // blocks.rows, "heads": problem.K, "part": _parts(problem)}
     program = functools.partial(_program, blocks=blocks)
     name = "retrofit_dkv_mma"

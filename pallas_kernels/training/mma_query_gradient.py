@@ -1,7 +1,7 @@
 """Gradient of training attention with respect to the queries, with the products of Ampere.
 
-The kernel is built like that of the forward pass (`mma_forward`), with the formulas of that for
-Hopper (`gpu_query_gradient`).
+The kernel is built like the forward kernel (`mma_forward`), with the formulas of the Hopper kernel
+(`gpu_query_gradient`).
 """
 
 import functools

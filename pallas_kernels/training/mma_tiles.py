@@ -1,7 +1,7 @@
 """Common code of the training kernels with the products of Ampere, which later GPUs have too.
 
-They follow the formulas and the zones of the Hopper kernels (see `gpu_tiles`); what differs is how
-data moves. One warpgroup does all: it holds the next tile in registers while it computes on this
+They use the formulas and the zones of the Hopper kernels (see `gpu_tiles`), but move data
+differently: a single warpgroup holds the next tile in registers while it computes on the current
 one, which it has written to shared memory. Several programs share a core, so that the loads of one
 are in flight while another computes.
 """
@@ -28,7 +28,7 @@ from pallas_kernels.training.gpu_tiles import (
 )
 from pallas_kernels.training.inputs import Inputs
 
-# Number of head dims that a product takes at a time; of 96 it takes 64 and 32.
+# Number of head dims per product; 96 is split into 64 and 32.
 PART = 64
 
 
@@ -37,8 +37,8 @@ class Blocks:
     """The tiles of a kernel.
 
     Attributes:
-      rows: number of tokens that a program owns: 64, or more of them.
-      columns: number of tokens in a tile that streams by.
+      rows: number of tokens that a program owns: a multiple of 64.
+      columns: number of tokens in a streamed tile.
     """
 
     rows: int
@@ -46,18 +46,18 @@ class Blocks:
 
 
 def on_blackwell() -> bool:
-    """Returns whether kernels are made for Blackwell, where the compiler holds more in registers.
+    """Whether kernels are compiled for Blackwell, where the compiler keeps more in registers.
 
-    Tiles that just fit in those of other GPUs spill hundreds of bytes there.
+    Tiles that just fit the registers of other GPUs spill hundreds of bytes there.
     """
     return target_gpu().capability >= (10, 0)
 
 
 def _swizzle(tokens: int, dim: int, dtype) -> int:
-    """Returns how many bytes of a row of D elements are swizzled together in shared memory.
+    """Returns the number of bytes of a row of D elements swizzled together in shared memory.
 
-    Tokens pass through registers in tiles of 8 rows of so many bytes, of which each of the four
-    warps takes as many.
+    Tokens pass through registers in tiles of 8 rows of this many bytes, split evenly over the four
+    warps.
     """
     row = dim * jnp.dtype(dtype).itemsize
     whole = (s for s in (128, 64, 32) if row % s == 0 and tokens // 8 * (row // s) % 4 == 0)
@@ -65,7 +65,7 @@ def _swizzle(tokens: int, dim: int, dtype) -> int:
 
 
 def tile_memory(tokens: int, problem: Problem, piece: int | None = None):
-    """Returns shared memory for a tile [tokens, D] that is written in pieces of so many tokens."""
+    """Returns shared memory for a tile [tokens, D] that is written in pieces of some tokens."""
     swizzle = _swizzle(piece or tokens, problem.D, problem.dtype)
     tiling = plgpu.TilingTransform((8, swizzle // problem.dtype.itemsize))
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))
@@ -73,24 +73,24 @@ def tile_memory(tokens: int, problem: Problem, piece: int | None = None):
 
 
 def load_tile(ref):
-    """Loads [tokens, D] from the memory of the device into registers, in whole cache lines."""
+    """Loads [tokens, D] from device memory into registers, in whole cache lines."""
     count, dim = ref.shape
     layout = plgpu.Layout.SMEM_GMEM_COPY(ref.shape, ref.dtype, _swizzle(count, dim, ref.dtype))
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def columns_at(ref):
-    """Loads one value per column of a tile from the memory of the device."""
+    """Loads one value per column of a tile from device memory."""
     return plgpu.load(ref, layout=ACC.reduce(0), optimized=False)
 
 
 def rows_at(ref):
-    """Loads one value per row of a tile from the memory of the device."""
+    """Loads one value per row of a tile from device memory."""
     return plgpu.load(ref, layout=ACC.reduce(1), optimized=False)
 
 
 def full(shape, value: float = 0.0):
-    """Returns a tile of sums that all have this value."""
+    """Returns a tile of sums filled with a value."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), ACC)
 
 
@@ -102,7 +102,7 @@ def row_vector(rows: int, value: float):
 def multiply_transposed(problem: Problem, sums, left, right):
     """Returns sums + left @ right^T for tiles [tokens, D] in shared memory, a part of D at a time.
 
-    The parts spare registers: operands wait in them for the product.
+    The parts save registers, in which operands wait for the product.
     """
     for start in range(0, problem.D, PART):
         columns = pl.ds(start, min(PART, problem.D - start))
@@ -134,7 +134,7 @@ class Walk:
 
     Attributes:
       queries: the slice of the queries.
-      place: the place of the first query among the keys.
+      place: the index of the first query among the keys.
       bounds: the first tile of keys, then the ends of the zones; see `gpu_tiles.zone_loops`.
       last: the last tile.
       own_segments: the segment of each query, or None.
@@ -160,7 +160,7 @@ class Walk:
 
 
 def operands_over_keys(problem: Problem, inputs: Inputs, blocks: Blocks) -> list[jax.Array]:
-    """Returns what `walk_over_keys` reads: segments with the first tile of keys, and the place."""
+    """Returns the operands of `walk_over_keys`: segments, first tiles of keys, and the place."""
     operands = []
     if problem.packed:
         own, others = inputs.query_segments, inputs.segments

@@ -9,19 +9,19 @@ head k = h // G, and visibility V(i) = {j <= i : segment[j] = segment[i]},
     dq_i    = scale * sum_j dS k_j,  dk_j = scale * sum_i dS q_i,  dv_j = sum_i p do_i
     dbias_j = sum over i > j + window and over the heads of the group of dS
 
-A soft cap c puts c tanh(s / c) in place of scale * <q_i, k_j>, and multiplies dq and dk by its
-slope, 1 - tanh(s / c)^2. A sink z of a head is one more term exp(z) of its sums: with lse without
+A soft cap c replaces s = scale * <q_i, k_j> by c tanh(s / c), and multiplies dq and dk by its
+slope, 1 - tanh(s / c)^2. A sink z of a head is one more term exp(z) in its sums: with lse excluding
 it,
 
     o_i  becomes  o_i sigmoid(lse_i - z),   lse_i  becomes  log(exp(lse_i) + exp(z))
 
-and everything above holds with these, whatever computed them (`api`); dz = -sum_i exp(z - lse_i)
+and everything above holds with these, for any implementation (`api`); dz = -sum_i exp(z - lse_i)
 <do_i, o_i>.
 
-Queries are taken in blocks of `BLOCK`, each against keys that it may see: the sequence is cut into
-at most `SPANS` spans, and the blocks of a span read the keys up to the span's end, one block after
-the other. Memory is linear in T, and about half of the T x T products are never computed. Of
-queries that start at some place in the row, known when the program runs, each block reads all keys.
+Queries are processed in blocks of `BLOCK`, each against the keys that it may see: the sequence is
+cut into at most `SPANS` spans, and the blocks of a span, one by one, read the keys up to the span's
+end. Memory is linear in T, and about half of the T x T products are never computed. If queries
+start at an index known only at run time, each block reads all keys.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ SPANS = 8
 
 
 def einsum(equation: str, a: Array, b: Array) -> Array:
-    """Multiplies with a result in float32 at least, without rounding float32 operands first."""
+    """Multiplies with a result in at least float32, without rounding float32 operands first."""
     compute = jnp.promote_types(a.dtype, jnp.float32)
 
     def multiply(a, b):
@@ -50,7 +50,7 @@ def einsum(equation: str, a: Array, b: Array) -> Array:
 
     if a.dtype == compute:
         return multiply(a, b)
-    # XLA's CPU runtime multiplies 16-bit operands in some layouts only.
+    # XLA's CPU runtime multiplies 16-bit operands only in some layouts.
     return lax.platform_dependent(a, b, cpu=multiply_wide, default=multiply)
 
 
@@ -119,7 +119,7 @@ class _Blocks:
         return lax.dynamic_slice_in_dim(x, index * self.block, self.block, axis)
 
     def scores(self, index, keys: int):
-        """Returns what `_scores` does, of one block over the first `keys` keys."""
+        """Like `_scores`, for one block and the first `keys` keys."""
         query_segments = key_segments = None
         if self.segments is not None:
             query_segments = self.take(self.padded_segments, index)
@@ -137,7 +137,7 @@ class _Blocks:
         )
 
     def join(self, parts: list[Array], axis: int) -> Array:
-        """Concatenates [blocks, ..., N, ...] parts along their block axis and drops the padding."""
+        """Concatenates [blocks, ..., N, ...] parts along their block axis and drops padding."""
         x = jnp.moveaxis(jnp.concatenate(parts, axis=0), 0, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return lax.slice_in_dim(x, 0, self.length, axis=axis)

@@ -1,7 +1,7 @@
-"""Training attention on TPU: what it serves, the layout, and the three kernels.
+"""Training attention on TPU: supported calls, layout, and the three kernels.
 
-A program of a kernel takes one KV head with the rows of its whole query group: queries are laid out
-[B, K, G, T, D], and a block of `query` tokens is G * query rows of one matrix product.
+A program takes one KV head with the rows of its whole query group: queries have the layout [B, K,
+G, T, D], and a block of `query` tokens is G * query rows of one matrix product.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def why_not(inputs: Inputs, *rest, window: int, scale: float) -> str | None:
 
 
 def _prepare(inputs: Inputs, window, scale, interpret) -> tuple[Problem, Inputs]:
-    """Returns the problem and its inputs as the kernels take them."""
+    """Returns the problem and the kernels' inputs."""
     problem = Problem.make(inputs, window, scale, interpret)
     k, v = (pad_axis(jnp.swapaxes(x, 1, 2), 2, LANES) for x in (inputs.k, inputs.v))
     laid_out = inputs.for_kernels(problem.group(inputs.q), k, v, LANES, scale)

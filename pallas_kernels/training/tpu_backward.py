@@ -1,8 +1,8 @@
 """Gradients of training attention for TPU.
 
-A program of `query_gradient` walks the key blocks of a query block, as in the forward pass. One of
-`key_gradients` walks the query blocks of a key block, over all heads of the group, with transposed
-scores: dk, dv and dbias are summed in VMEM, and no two programs write to the same place.
+A program of `query_gradient` walks the key blocks of a query block, as in the forward pass. A
+program of `key_gradients` walks the query blocks of a key block, over all heads of the group, with
+transposed scores: dk, dv and dbias are summed in VMEM, and no two programs write to the same place.
 """
 
 import jax
@@ -91,7 +91,7 @@ def key_gradients(
     def query_block(b, i, j, scalars):
         start, last = blocks.scalars_of(problem, scalars)
         first = j * problem.keys - start
-        if problem.placed:  # there may be keys before the first query, and after the last
+        if problem.placed:  # keys may lie before the first query and after the last
             first = jnp.clip(first, 0, problem.T - 1)
         first = lax.div(first, jnp.int32(problem.query))
         return jnp.clip(i, first, last[b, j] if problem.packed else query_blocks - 1)

@@ -22,7 +22,7 @@ from pallas_kernels.training.inputs import LOG2E, Inputs
 
 LANES = 128
 MAXIMUM_ROWS = 1024
-MAXIMUM_TOKEN_BYTES = 8192  # of the query heads of a KV head; more do not fit the VMEM of a v5e
+MAXIMUM_TOKEN_BYTES = 8192  # of a KV head's query heads; more do not fit a v5e's VMEM
 MAXIMUM_SCORES = 256 * 1024
 
 
@@ -48,7 +48,7 @@ class Problem:
       query: number of tokens in a query block.
       keys: number of tokens in a key block.
       packed: there are segment ids.
-      placed: queries start at some place among the keys, which is known when the program runs.
+      placed: queries start at an index among the keys that is known only at run time.
       interpret: False, or the parameters of the TPU interpreter.
     """
 
@@ -142,9 +142,9 @@ def to_row(column):
 
 
 def scalars_of(problem: Problem, references) -> tuple:
-    """Returns the place of the first query and the bounds, from references to what is prefetched.
+    """Returns the index of the first query and the bounds, from references to prefetched scalars.
 
-    They are 0 and None where the problem has none.
+    They are 0 and None if the problem has none.
     """
     references = list(references)
     start = references.pop(0)[0] if problem.placed else 0
@@ -161,12 +161,12 @@ def segment_bounds(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first key block of each query block, and the last query block of each key block.
 
-    Blocks outside of these have no segment in common.
+    Blocks outside these ranges share no segment.
 
     Args:
       problem: the static parameters.
       own: the segments of the queries.
-      others: those of the keys.
+      others: the segments of the keys.
     """
 
     def interval(segments, size):
@@ -209,7 +209,7 @@ def distances(problem: Problem, query_block, key_block, start, *, transposed: bo
 def build(problem: Problem, kernel, grid, in_specs, out_specs, out_shape, scratch, name):
     """Builds a kernel whose last grid axis runs in sequence; `kernel` takes the problem first.
 
-    What is prefetched comes first (`prefetched`).
+    Prefetched operands come first (`prefetched`).
     """
     return pl.pallas_call(
         functools.partial(kernel, problem),

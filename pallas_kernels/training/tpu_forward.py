@@ -16,16 +16,16 @@ from pallas_kernels.training.tpu_blocks import LANES, Problem
 
 
 def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
-    """Returns the block specs of q, k, v, bias (and segments), and that of a query-shaped array.
+    """Returns the block specs of q, k, v, bias (and segments), and of a query-shaped array.
 
-    Key blocks that a query block does not see are not copied: their index is that of the nearest
+    Key blocks that a query block does not see are not copied: they get the index of the nearest
     visible block, which has been copied already.
     """
 
     def key_block(b, i, j, scalars):
         start, first = blocks.scalars_of(problem, scalars)
         last = lax.div(start + (i + 1) * problem.query - 1, jnp.int32(problem.keys))
-        if problem.placed:  # some of the queries may be padding, past all keys
+        if problem.placed:  # some queries may be padding, past all keys
             last = jnp.minimum(last, problem.S // problem.keys - 1)
         return jnp.clip(j, first[b, i] if problem.packed else 0, last)
 
@@ -53,7 +53,7 @@ def query_specs(problem: Problem) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
 
 
 def visible_keys(problem: Problem, start, first):
-    """Returns (query block, key block, whether the first sees some of the second) of a program."""
+    """Returns (query block, key block, whether the query block sees any of its keys)."""
     i, j = pl.program_id(2), pl.program_id(3)
     visible = j * problem.keys < start + (i + 1) * problem.query
     if problem.packed:
@@ -68,7 +68,7 @@ def same_segment(problem: Problem, query_segments, key_segments):
 
 
 def query_operands(problem: Problem, inputs: Inputs) -> list[jax.Array]:
-    """Returns the operands of `query_specs`, after those that are prefetched."""
+    """Returns the operands of `query_specs`, after the prefetched ones."""
     operands, first = [inputs.q, inputs.k, inputs.v, inputs.bias], None
     if problem.packed:
         own, others = inputs.query_segments, inputs.segments

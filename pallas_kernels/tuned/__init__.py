@@ -1,4 +1,4 @@
-"""Measured settings of the kernels, one JSON file for each kind of device.
+"""Measured settings of the kernels, one JSON file per kind of device.
 
 A file maps a kernel's name to a list of entries, tried in order. An entry applies where every value
 in its `when` equals that of the shape in question; its `use` holds the settings.
@@ -6,8 +6,8 @@ in its `when` equals that of the shape in question; its `use` holds the settings
     {"device": "NVIDIA H200", "kernels": {"decode_attention/mosaic_gpu": [
         {"when": {"head_dim": 128, "bytes": 2}, "use": {"stages": 2, "programs_per_core": 2}}]}}
 
-A device without an entry for a shape has that of another one of its architecture, if there is one
-(`dispatch.GPU.measured_as`); else the kernel's own heuristic chooses the settings.
+A device without an entry for a shape uses that of another device of its architecture, if there is
+one (`dispatch.GPU.measured_as`); otherwise the kernel's heuristic chooses the settings.
 """
 
 import functools
@@ -35,9 +35,9 @@ def lookup(device_kinds: Sequence[str], kernel: str, **shape: Any) -> dict[str, 
     """Finds the measured settings of a kernel for a shape.
 
     Args:
-      device_kinds: device kinds, as jax names them, whose settings may be used, the best first.
+      device_kinds: device kinds, under jax's names, whose settings may be used, the best first.
       kernel: "operation/implementation".
-      **shape: the values that the `when` of an entry is compared with.
+      **shape: the values to compare with the `when` of an entry.
 
     Returns:
       The settings of the first entry that applies, or None.

@@ -1,4 +1,4 @@
-"""The write of new keys and values into their pages, in place, and their rotation before it."""
+"""Writes new keys and values into their pages, in place, and rotates them before."""
 
 from pallas_kernels.update.api import rotate_and_write, write_pages
 

@@ -2,7 +2,7 @@
 
 A decode step gives every row one new key and one new value. Both, and with quantized pages their
 scales, are written in one launch; rows that write nothing cost nothing. `rotate_and_write` takes
-them as the projection left them, beside the row's queries, and rotates keys and queries in the same
+the output of the projection, including the row's queries, and rotates keys and queries in the same
 launch.
 """
 
@@ -45,8 +45,8 @@ def write_pages(
 ) -> tuple[Array, ...]:
     """Writes one slot of each row.
 
-    The arrays of the pool are updated in place where the caller donates them, or carries them
-    through a loop.
+    The arrays of the pool are updated in place if the caller donates them or carries them through a
+    loop.
 
     Args:
       k_pages: key pages of the pool.
@@ -56,16 +56,16 @@ def write_pages(
       pages: the page that each row writes to. No two rows may write to the same page.
       offsets: the slot in that page, 0 to P - 1; negative for a row that writes nothing. A row
         whose page is not in the pool writes nothing either.
-      k_scales: with float8 pages, the factor of each slot's key; with pages of 4 bits (uint8),
-        those of its groups. Only "xla" writes 4 bits.
-      v_scales: the same of each slot's value.
-      k_new_scales: the same of each new key.
-      v_new_scales: the same of each new value.
+      k_scales: with float8 pages, the factor of each slot's key; with 4-bit pages (uint8), the
+        factors of its groups. Only "xla" writes 4 bits.
+      v_scales: the same for each slot's value.
+      k_new_scales: the same for each new key.
+      v_new_scales: the same for each new value.
       implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None chooses the best one for the
         platform that the call is lowered for.
 
     Returns:
-      (k_pages, v_pages), followed by k_scales and v_scales where there are any.
+      (k_pages, v_pages), followed by k_scales and v_scales if there are any.
 
     Raises:
       ValueError: shapes or dtypes disagree, or an implementation is unknown.
@@ -98,8 +98,8 @@ def rotate_and_write(
 ) -> tuple[Float[Array, "R G D"], Array, Array]:
     """Rotates the queries and the key of each row (RoPE), and writes its key and its value.
 
-    On a GPU this is one launch. It reads `heads` where they are, so they are best left as the
-    product of a projection that is ordered by row.
+    On a GPU this is one launch. It reads `heads` in place, so pass the output of a projection that
+    is ordered by row.
 
     Args:
       k_pages: key pages of the pool, of floating-point numbers and without scales.
@@ -107,18 +107,18 @@ def rotate_and_write(
       heads: the heads of each row's token, n = G + 2: its G queries, its key and its value, before
         rotation, of the pages' dtype.
       rotation: cos and sin [B, D/2] of the position of each sequence's token, in at least float32.
-        R is a multiple of B, and the rows of a sequence follow one another.
+        R is a multiple of B, and the rows of a sequence are consecutive.
       pages: see `write_pages`.
       offsets: see `write_pages`. The queries of a row that writes nothing are rotated too.
-      zeroed: numbers that are zero before the rotation and after it, each as (head, dimension) with
-        head G for the key.
+      zeroed: numbers to zero before and after the rotation, each as (head, dimension) with head G
+        for the key.
       implementation: see `write_pages`.
 
     Returns:
       (rotated queries, k_pages, v_pages).
 
     Raises:
-      ValueError: as `write_pages`; or what is rotated disagrees.
+      ValueError: as for `write_pages`; or the arguments of the rotation disagree.
       NotImplementedError: the implementation cannot serve the call.
     """
     old = k_pages, v_pages
@@ -130,7 +130,7 @@ def rotate_and_write(
 
 
 def _check_pool(fail, old, pages, offsets) -> None:
-    """Refuses pages that are not those of one pool, and slots that are not one a row."""
+    """Refuses pages of different pools, and slots other than one per row."""
     k_pages, v_pages = old
     for name, array in (("k_pages", k_pages), ("v_pages", v_pages)):
         if array.ndim != 3 or 0 in array.shape:
@@ -196,7 +196,7 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
         groups = scales[0].shape[2:] if k_pages.dtype == PACKED else ()
         for name, array, shape in (
             ("k_scales", scales[0], k_pages.shape[:2] + groups),
-            # Where the values are in another pool, this one still holds their scales.
+            # If the values are in another pool, this one still holds their scales.
             ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2] + groups),
             ("k_new_scales", new_scales[0], pages.shape + groups),
             ("v_new_scales", new_scales[1], pages.shape + groups),

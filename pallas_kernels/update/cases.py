@@ -1,6 +1,6 @@
 """Named shapes of the write of new keys and values, shared by tests and benchmarks.
 
-Those with query heads are cases of `rotate_and_write`, the others of `write_pages`.
+Cases with query heads are for `rotate_and_write`, the others for `write_pages`.
 """
 
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class WriteCase:
-    """One problem: shapes, dtype, and how many rows write nothing.
+    """One problem: shapes, dtype, and the frequency of idle rows.
 
     Attributes:
       name: name of the case in tests and tables.
@@ -16,11 +16,11 @@ class WriteCase:
       head_dim: D, the head dim.
       page_size: P, the number of slots in a page.
       dtype: dtype of the pages.
-      idle: every how many rows one writes nothing, for one of the possible reasons; 0 for none.
+      idle: every idle-th row writes nothing, for one of the possible reasons; 0 for none.
       spare_pages: number of pages of the pool that no row writes to.
-      group: G, the query heads of a row that are rotated beside its key; 0 for no rotation.
-      row_heads: rows of a sequence, which share its angles.
-      zeroed: numbers of the queries and the key that are zero, as (head, dimension).
+      group: G, the query heads of a row to rotate with its key; 0 for no rotation.
+      row_heads: rows per sequence, which share its angles.
+      zeroed: zeroed numbers of the queries and the key, as (head, dimension).
     """
 
     name: str
@@ -69,7 +69,7 @@ CONTRACT: tuple[WriteCase, ...] = (
     replace(ROTATED, name="rotated_all_idle", rows=6, idle=1),
 )
 
-# Served by plain XLA alone.
+# Only for plain XLA.
 XLA_ONLY: tuple[WriteCase, ...] = (
     WriteCase("float64", 7, head_dim=16, page_size=8, dtype="float64"),
     WriteCase("page5", 7, head_dim=24, page_size=5, dtype="float32"),

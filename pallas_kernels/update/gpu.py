@@ -1,15 +1,15 @@
 """The write of one slot of each row on NVIDIA GPUs, all arrays in one launch.
 
-Latency is what counts, so each row has a program of its own. XLA needs a scatter for each array, in
-which every element computes its own address. For 256 rows of 128 bfloat16 numbers on an H200
+Latency counts, so each row has its own program. XLA needs a scatter for each array, in which every
+element computes its address. For 256 rows of 128 bfloat16 numbers on an H200
 (`experiments/results/kernels/write.json`) the scatters of keys and values take 3.6 us, the kernel
 and the stacking of keys and values 2.7 us.
 
-Where it rotates, a program takes all heads of its row as the projection left them, so that between
-the two nothing is launched.
+With rotation, a program takes all heads of its row from the output of the projection, so nothing is
+launched in between.
 
-The kernel's module is imported when a call is traced: Pallas for GPUs takes as long to import as
-jax itself.
+The kernel's module is imported when a call is traced, because Pallas for GPUs takes as long to
+import as jax.
 """
 
 import jax
@@ -23,7 +23,7 @@ from pallas_kernels.rotation import rotate_halves
 from pallas_kernels.update.reference import is_slot
 
 _WARPGROUP, _WARP = 128, 32
-# Numbers of a vector that is no multiple of a warp come in multiples of these.
+# A vector that is no multiple of a warp must be a multiple of these.
 _COLUMNS = 8
 
 
@@ -47,7 +47,7 @@ def why_not(pages, new, page, offset, rotation, **static) -> str | None:
 
 
 def _in_a_warp(size):
-    """Returns the layout of a vector of which every warp holds the whole; all write the same."""
+    """Returns the layout of a vector replicated in every warp; all write the same."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if size % _WARP:
@@ -85,7 +85,7 @@ def mosaic(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=None
         return plgpu.load(ref, layout=_in_a_warp(half), optimized=False)
 
     def cleared(head, side, x):
-        """Zeroes what is zeroed in one half of a head."""
+        """Applies `zeroed` to one half of a head."""
         for each, dim in zeroed:
             if (each, dim // half) == (head, side):
                 index = plgpu.broadcasted_iota(jnp.int32, (half,), 0, layout=_in_a_warp(half))
@@ -94,7 +94,7 @@ def mosaic(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=None
 
     def rotated(heads_ref, angle_refs, row):
         """Returns the halves of the row's queries and key, rotated."""
-        # All loads come before the first store, which the compiler could not move them past.
+        # Do all loads before the first store, because the compiler cannot move them before it.
         heads = [
             [read_half(heads_ref.at[row, head, part]) for part in halves]
             for head in range(group + 1)
@@ -122,7 +122,7 @@ def mosaic(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=None
         targets, results = refs[: len(pages)], refs[len(pages) :]
         row = lax.axis_index("row")
         if interpret is None and target_gpu().capability >= (9, 0):
-            # This kernel is launched while the one before it ends, and so will the next one be.
+            # This kernel is launched while the previous one ends, and so is the next one.
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
         page, offset = page_ref[row], offset_ref[row]
@@ -140,7 +140,7 @@ def mosaic(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=None
         (heads_ref,), (k_pages, v_pages) = sources, targets
         value = read(heads_ref, row, count - 1)
         *queries, key = rotated(heads_ref, angle_refs, row)
-        # Before the branch: what is loaded for it would else wait until its slot is known.
+        # Before the branch: inside it, loads would wait until the slot is known.
         for head, query in enumerate(queries):
             store_halves(results[0].at[row, head], query)
 
@@ -149,8 +149,8 @@ def mosaic(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=None
             store_halves(k_pages.at[page, offset], key)
             store(v_pages.at[page, offset], value)
 
-    # XLA may fuse a kernel with slices of its operands, and then loses the aliasing by which it
-    # writes in place.
+    # XLA may fuse a kernel with slices of its operands, and then loses the aliasing for in-place
+    # writes.
     page, offset, *operands = lax.optimization_barrier((page, offset, *new, *angles))
     targets = [jax.new_ref(x) for x in lax.optimization_barrier(tuple(pages))]
     queries = jax.ShapeDtypeStruct((rows, group, head_dim), new[0].dtype)
@@ -159,7 +159,7 @@ def mosaic(pages, new, page, offset, rotation=None, *, zeroed=(), interpret=None
         out_type=() if rotation is None else (queries,),
         grid=page.shape,
         grid_names=("row",),
-        # No thread reads what another one wrote.
+        # No thread reads another thread's writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="write_pages",

@@ -2,7 +2,7 @@
 
 pages[page[r], offset[r]] = new[r]        for rows r whose slot is in the pool
 
-Where a rotation is given, a row's key and its queries are rotated first.
+With a rotation, a row's key and its queries are rotated first.
 """
 
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.rotation import rotate_halves
 
-# cos and sin of the tokens' positions [B, D/2]; sequence b has the rows from b R/B on.
+# cos and sin of the tokens' positions [B, D/2]; the rows of sequence b start at b R/B.
 Rotation = tuple[Float[Array, "B half"], Float[Array, "B half"]]
-# Numbers of a row's queries and key that are zero, each as its head and its dimension.
+# Zeroed numbers of a row's queries and key, each as (head, dimension).
 Zeroed = tuple[tuple[int, int], ...]
 
 
@@ -29,7 +29,7 @@ def rotated(
 ) -> Shaped[Array, "R n D"]:
     """Rotates every head of a row but the last, its value, in at least float32.
 
-    Numbers that are `zeroed` are zero before the rotation and after it.
+    `zeroed` numbers are zeroed before and after the rotation.
     """
     if rotation is None:
         return heads
@@ -60,16 +60,16 @@ def write_pages_xla(
     """Computes `write_pages` and `rotate_and_write` in XLA.
 
     Args:
-      pages: arrays to write to, [N, P, ...]: of keys, of values, and the scales of both if any.
-      new: heads [R, n, D] of which the last two are each row's key and value, and their scales
-        [R, 2, ...].
+      pages: arrays to write to, [N, P, ...]: keys, values, and the scales of both if any.
+      new: heads [R, n, D], the last two being each row's key and value, and their scales [R, 2,
+        ...].
       page: page of each row.
       offset: slot of each row in its page.
-      rotation: rotates all heads but the values; None for heads that are written as they are.
+      rotation: rotates all heads but the values; None to write heads unchanged.
       zeroed: see `rotated`.
 
     Returns:
-      The queries, the heads before the last two, if there is a rotation; and the arrays of the
+      The queries (the heads before the last two) if there is a rotation, and the arrays of the
       pool.
     """
     heads = rotated(new[0], rotation, zeroed)

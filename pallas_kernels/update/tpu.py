@@ -1,10 +1,10 @@
 """The write of one slot of each row on TPUs.
 
-Device memory is tiled: one slot of 16-bit numbers shares its words with another. So all slots of a
-tile are copied to VMEM, one of them is replaced, and they are copied back. The copies of all rows
-of a block are in flight at the same time, and the addresses are in scalar memory.
+Device memory is tiled: slots of 16-bit numbers share words. So all slots of a tile are copied to
+VMEM, one of them is replaced, and they are copied back. The copies of all rows of a block are in
+flight together, and the addresses are in scalar memory.
 
-Keys and queries are rotated by XLA, in front of the kernel.
+XLA rotates keys and queries before the kernel.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pallas_kernels.update.reference import is_slot, rotated
 
 # Bytes of the rows whose copies are in flight.
 _VMEM_BYTES = 4 << 20
-# Limited by scalar memory, which holds two addresses per row.
+# The limit of scalar memory, which holds two addresses per row.
 _MOST_ROWS = 32768
 _LANES = 128
 
@@ -93,11 +93,11 @@ def write_pages_tpu(pages, new, page, offset, rotation=None, *, zeroed=(), inter
     rows, _, head_dim = heads.shape
     count, size = len(pages), _tile_slots(pages[0].dtype)
     padded_dim = -(-head_dim // _LANES) * _LANES
-    # One tile of each array, and as much for the new entries.
+    # One tile of each array, and the same for the new entries.
     row_bytes = 2 * count * size * padded_dim * pages[0].dtype.itemsize
     block = max(1, min(rows, _VMEM_BYTES // row_bytes))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    # Each new row gets a tile of its own, because rows inside a tile cannot be addressed.
+    # Each new row gets a separate tile, because rows inside a tile cannot be addressed.
     new = heads[:, -2:-1], heads[:, -1:]
     new_spec = pl.BlockSpec((block, 1, head_dim), lambda i, *_: (i, 0, 0))
     tile = pltpu.VMEM((block, size, head_dim), pages[0].dtype)

@@ -1,4 +1,4 @@
-"""The figure of L-W-CR configurations: what is drawn, and how many systems it takes."""
+"""The figure of L-W-CR configurations: its elements, and the number of systems."""
 
 import itertools
 import pathlib
@@ -36,7 +36,7 @@ def test_frontiers_with_names_and_plain_budgets(monkeypatch, tmp_path: pathlib.P
     lines = [line.get_xydata().tolist() for line in reads.lines]
     assert [[100, pytest.approx(100 / 3)], [400, pytest.approx(200 / 3)]] in lines
     assert [[50, pytest.approx(100 / 3)], [200, 100]] in lines
-    assert [[200, 0], [800, pytest.approx(100 / 3)]] in lines  # surpassed by other points
+    assert [[200, 0], [800, pytest.approx(100 / 3)]] in lines  # dominated by other points
     assert "vote" in reads.get_ylabel()
 
 
@@ -62,7 +62,7 @@ def test_wrong_number_of_systems_is_refused(count, tmp_path):
         hyperscaling_figure(tmp_path / "no.png", Hyperscaling({}, tuple(points)), title="")
 
 
-def test_system_without_greedy_point_says_so(monkeypatch, tmp_path):
+def test_missing_greedy_point_is_noted(monkeypatch, tmp_path):
     rows = [(8, 1, 100, 10, (0, 0, 1)), (8, 3, 300, 30, (0, 1, 1))]
     points = made_up("with", *rows) + made_up("without", *rows, greedy=False)
     reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
@@ -73,7 +73,7 @@ def test_system_without_greedy_point_says_so(monkeypatch, tmp_path):
     assert squares == [[[100, pytest.approx(100 / 3)]], []]
 
 
-def test_labels_move_down_where_they_would_collide():
+def test_colliding_labels_move_down():
     assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=True) == [90, 85, 90]
     assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=False) == [90, 80, 85]
     assert label_heights([(1, 20), (1, 50)], 5, log=False) == [20, 50]

@@ -59,7 +59,7 @@ def test_compute_bound_step():
     assert found.cache_share == pytest.approx(1024 * 16 * 131_072 / 3.35e12 / want, rel=1e-3)
 
 
-def test_compression_moves_where_the_cache_dominates():
+def test_compression_moves_the_crossover():
     """At CR 8 it takes eight times the tokens to reach the same share of the reads."""
     plain = step(LLAMA_3_8B, DEVICES["h200"], tokens=10_000, batch=8)
     eighth = step(LLAMA_3_8B, DEVICES["h200"], tokens=80_000, batch=8, compression_ratio=8)
@@ -67,7 +67,7 @@ def test_compression_moves_where_the_cache_dominates():
 
 
 def test_heads_wider_than_the_hidden_size():
-    """Qwen3's query heads have more numbers together than the residual stream."""
+    """Qwen3's query heads together are wider than the residual stream."""
     wide = dataclasses.replace(LLAMA_3_8B, hidden_size=2048)
     per_layer = 2048 * (3 * 14_336 + 2 * 4096 + 2 * 1024)
     assert weight_bytes(wide) == 2 * (32 * per_layer + 2048 * 128_256)

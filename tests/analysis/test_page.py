@@ -1,4 +1,4 @@
-"""The page of a text and what heads kept of it: its data, its structure, its explanations."""
+"""The page that shows which tokens each head kept: data, structure, explanations."""
 
 import html.parser
 import json
@@ -61,7 +61,7 @@ def test_token_texts_join_to_the_text():
     assert "".join(pieces) == model.tokenizer.decode(tokens) == text
 
 
-def test_the_page_holds_every_token_and_lifetime():
+def test_page_has_every_token_and_lifetime():
     tokens = ["a", " </script>", '"b" @DATA@']
     one = found_of([[[[2, N, N]]], [[[1, 3, N]]]])
     two = found_of([[[[N, N, N]]], [[[N, N, N]]]], reads=np.array([[[[6, 3, 0]]], [[[0, 4, 2]]]]))
@@ -84,7 +84,7 @@ def test_the_page_holds_every_token_and_lifetime():
 
 
 def test_html_in_the_text_stays_in_the_script():
-    """After "<!--" and "<script" a browser would not see the end of the script."""
+    """After "<!--" and "<script" a browser would miss the end of the script."""
     tokens = ["<!--", " <script>", "</SCRIPT >"]
     page = eviction_page(tokens, [View.of(found_of([[[[N, N, N]]]]))], title="t")
     assert data_of(page)["tokens"] == tokens

@@ -1,4 +1,4 @@
-"""Which tokens the rows hold and read, against the NumPy oracles, for every policy."""
+"""Recorded tokens and reads of rows equal the NumPy oracles, for every policy."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ PROMPTS = (13, 1, 9)
 
 
 def kind(row: Row) -> tuple[type, ...]:
-    """Returns the policy, and what it selects from; its options are the laws'."""
+    """Returns the policy, and the policy under it; options are those of the laws."""
     return type(row.policy), type(getattr(row.policy, "over", None))
 
 
@@ -69,7 +69,7 @@ def reads_in(trace: Trace, prompt: int, head: int, group: int) -> list[int]:
 @pytest.mark.parametrize(
     "row",
     [
-        # One whose rows are simply overwritten stands for all by day.
+        # In the gate one policy that overwrites slots stands for all.
         pytest.param(row, marks=[] if row.policy.name == "StreamingLLM" else pytest.mark.nightly)
         for row in chosen_rows()
     ],
@@ -91,13 +91,13 @@ def test_every_policy_equals_its_oracle(row):
                     chex.assert_trees_all_equal(found.reads[layer, sequence, head], reads)
 
 
-def test_the_rows_are_of_every_policy():
+def test_rows_cover_every_policy():
     assert {type(row.policy) for row in chosen_rows()} == set(POLICIES.values())
 
 
 @pytest.mark.nightly
 def test_live_tokens_equal_score():
-    """Checks the sums against `Usage`, which a run without any recording gives."""
+    """Compares the sums with `Usage` of a run without recording."""
     model = dms_jax.load(str(assets.path("stories260k")))
     tokens = np.asarray(model.tokenizer.encode(assets.stories("valid")[0]))[None, :60]
     for policy in (dms_jax.TOVA(budget=9), dms_jax.RandomEviction(window=4, rate=0.7, seed=2)):
@@ -109,7 +109,7 @@ def test_live_tokens_equal_score():
         assert score.usage.compression_ratio == pytest.approx(59 / live[..., -1].mean())
 
 
-def test_read_shares_count_steps_in_which_the_token_was_there():
+def test_read_shares_count_only_steps_with_the_token():
     found = Retention(
         policy=dms_jax.RandomEviction(window=1),
         tokens=np.zeros((1, 4), int),
@@ -126,10 +126,10 @@ def test_read_shares_count_steps_in_which_the_token_was_there():
 
 
 @pytest.mark.nightly
-def test_one_token_is_kept():
+def test_single_token_is_kept():
     model = dms_jax.load(str(assets.path("stories260k")), untrained=True)
     found = retention(model, np.ones((1, 1), int), policy=dms_jax.DMS(window=2))
-    # One token, which is the whole text and, here, no prompt.
+    # One token is the whole text; here there is no prompt.
     assert found.gone.shape == (5, 1, 4, 1)
     assert (found.gone == NEVER).all()
 

@@ -1,4 +1,4 @@
-"""Models and texts that the wheel leaves out: found, fetched, checked, or asked for in words."""
+"""Models and texts outside the wheel: they are found, fetched and checked, or an error says how."""
 
 import tomllib
 
@@ -13,21 +13,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Source"]
 
 
-def test_what_is_fetched_is_what_lies_here():
+def test_listed_hashes_match_the_assets():
     for file, one in fetching.listed().items():
         assert fetching._matches(fetching.OWN / file, one), f"write {file} to fetched.json anew"
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """As if dms_jax had come from a wheel: without what it leaves out."""
+    """As if dms_jax were installed from a wheel, without the excluded files."""
     monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(fetching.VARIABLE, raising=False)
-    fetching.listed()  # was read before the files went
+    fetching.listed()  # was read before the files were removed
 
 
-def test_an_asset_that_is_not_here_says_how_to_get_it(installed, monkeypatch):
+def test_missing_asset_error_says_how_to_fetch(installed, monkeypatch):
     here = ROOT / "dms_jax" / "assets"
     with pytest.raises(dms_jax.DataError, match=r"22 MB\): dms_jax\.assets\.fetch"):
         assets.path("reasoner-11m")
@@ -54,7 +54,7 @@ def test_assets_are_fetched_checked_and_found(installed, tmp_path):
         assets.fetch("gpt5")
 
 
-def test_another_file_than_the_one_of_this_version_is_refused(installed, tmp_path):
+def test_file_of_another_version_is_refused(installed, tmp_path):
     wrong = tmp_path / "there" / "books"
     wrong.mkdir(parents=True)
     for file in fetching.listed():
@@ -65,6 +65,6 @@ def test_another_file_than_the_one_of_this_version_is_refused(installed, tmp_pat
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_files_are_fetched_from_this_version_of_the_project():
+def test_files_come_from_the_installed_version():
     host = SOURCE.replace("//github.com", "//raw.githubusercontent.com")
     assert fetching.address() == f"{host}/v{PROJECT['version']}/dms_jax/assets"

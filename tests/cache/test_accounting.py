@@ -1,4 +1,4 @@
-"""Usage figures from per-step totals, by hand."""
+"""Usage figures from totals per step, by hand."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def test_figures_are_averages_over_rows():
 
 
 def test_held_tokens_are_reported_beside_live_ones():
-    """Two rows; two chunks of three tokens in one pass, of which one stays live each time."""
+    """Two rows; two chunks of three tokens in one pass; of each chunk one token stays live."""
     meter = Meter(rows=2)
     meter.add([2, 2, 2], held=6)
     meter.add([4, 4, 4], held=8)
@@ -34,14 +34,14 @@ def test_held_tokens_are_reported_beside_live_ones():
     assert usage.peak_tokens == usage.peak_held_tokens == 5.0
 
 
-def test_nothing_seen_is_nothing_compressed():
+def test_no_tokens_have_ratio_one():
     usage = Meter(rows=2).usage(prompt_tokens=0, new_tokens=0, seen=0, cache_bytes=0)
     assert usage.compression_ratio == 1.0
     assert usage.peak_tokens == 0.0
 
 
-def test_the_peak_is_at_least_what_is_held_at_the_end():
-    """A turn of a conversation may start with more bytes than any of its chunks reserves."""
+def test_peak_is_at_least_the_final_bytes():
+    """A turn of a conversation may begin with more bytes than any of its chunks reserves."""
     meter = Meter(rows=2, peak_bytes=300)
     usage = meter.usage(prompt_tokens=1, new_tokens=1, seen=1, cache_bytes=700)
     assert (usage.cache_bytes, usage.peak_cache_bytes) == (700, 700)

@@ -1,4 +1,4 @@
-"""Pages in host memory: contents come back, and what prefixes share is there once."""
+"""Pages in host memory: contents come back, and shared pages are stored once."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ PAGES, BLOCK = 20, 3
 
 
 def make(num_pages: int = 6) -> tuple[HostPages, list]:
-    """Returns a pool on the host, and what its `add` takes besides: a device of numbered pages."""
+    """Returns a pool on the host, and a device of numbered pages for its `add`."""
     pool = {"k": jnp.arange(PAGES * 4.0).reshape(PAGES, 4), "v": jnp.arange(PAGES)}
     block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((BLOCK, *x.shape[1:]), x.dtype), pool)
 
@@ -24,7 +24,7 @@ def make(num_pages: int = 6) -> tuple[HostPages, list]:
 
 
 def contents(host: HostPages, slots) -> list[int]:
-    """Returns the numbers of the device's pages whose contents are there."""
+    """Returns the device page numbers of the stored contents."""
     found = np.full(len(slots), NO_PAGE)
     for which, block in host.read(np.asarray(slots)):
         assert block["v"].shape == (BLOCK,)
@@ -45,7 +45,7 @@ def test_contents_come_back(in_flight, monkeypatch):
     assert host.used == 5
 
 
-def test_a_shared_page_is_there_until_its_last_prefix_goes():
+def test_shared_page_stays_until_its_last_prefix_goes():
     host, device = make()
     first = host.add(np.array([7, 3]), *device)
     second = host.add(np.array([7, 3, 11]), *device)
@@ -63,7 +63,7 @@ def test_a_shared_page_is_there_until_its_last_prefix_goes():
     assert contents(host, third) == [3]
 
 
-def test_a_changed_page_of_the_device_is_copied_again():
+def test_changed_device_page_is_copied_again():
     host, device = make()
     first = host.add(np.array([7, 3]), *device)
     assert first is not None
@@ -77,7 +77,7 @@ def test_a_changed_page_of_the_device_is_copied_again():
     assert host.on_device(first).tolist() == [9, 3]
 
 
-def test_room_is_made_and_what_is_known_stays():
+def test_add_reuses_known_pages_and_makes_room():
     host, (read, _) = make(4)
     first, kept = host.add(np.array([1, 2]), read, lambda: False), None
     kept = host.add(np.array([3]), read, lambda: False)
@@ -95,9 +95,9 @@ def test_room_is_made_and_what_is_known_stays():
     assert second[0] == kept[0]
     assert contents(host, second) == [3, 4, 5]
     assert host.add(np.array([3, 6, 7, 8]), read, lambda: False) is None
-    assert host.used == 3  # and nothing of what did not fit
+    assert host.used == 3  # nothing of the prefix that did not fit
     assert host.add(np.arange(6, 12), read, make_room) is None
-    assert len(given) == 1  # nobody made room for what can never fit
+    assert len(given) == 1  # no room is made for a prefix that can never fit
     host.drop(second)
     assert contents(host, kept) == [3]
     host.clear()

@@ -1,4 +1,4 @@
-"""Values in host memory: the tail of a program, what the host writes, rounds over one context."""
+"""Values in host memory: a program's newest values, writes by the host, rounds over one context."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ LAYERS, BATCH, HEADS, HEAD_DIM, PAGE_SIZE = 2, 2, 2, 4, 3
 
 
 def table_of(random) -> np.ndarray:
-    """Six pages per row, after the two that belong to layers on the device."""
+    """Six pages per row, after two of layers whose values stay on the device."""
     rows = LAYERS * BATCH * HEADS
     return 2 + random.permutation(rows * 6).reshape(LAYERS, BATCH, HEADS, 6).astype(np.int32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_programs_read_what_earlier_ones_wrote(dtype):
+def test_programs_read_values_of_earlier_programs(dtype):
     """Tokens overwrite each other's slots, within a program and from one to the next."""
     dtype = jnp.dtype(dtype)
     random = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_programs_read_what_earlier_ones_wrote(dtype):
     store.delete()
 
 
-def test_first_layers_have_pages_of_their_own():
+def test_first_layers_have_separate_pages():
     options = dict(num_sequences=2, num_kv_heads=2, page_size=4)
     allocator = PageAllocator(num_layers=3, pages_per_shard=12, first=(1, 4), **options)
     slots = np.full((3, 2, 2), 4)
@@ -106,7 +106,7 @@ def stories_tokens(model, count: int) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first_layers", [2, 9])
-def test_half_of_the_other_layers_memory_is_on_the_host(stories, first_layers):
+def test_host_values_take_half_of_the_other_layers(stories, first_layers):
     policy = KCache(top=8, first_layers=first_layers)
     here = dataclasses.replace(policy, values="device")
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
@@ -123,8 +123,8 @@ def test_half_of_the_other_layers_memory_is_on_the_host(stories, first_layers):
 
 
 @pytest.mark.nightly
-def test_values_there_may_have_few_bits(stories):
-    """The scales of all values stay on the device, more of them than there are values."""
+def test_host_values_may_be_quantized(stories):
+    """The scales of all values stay on the device, which then has more scales than values."""
     policy = KCache(top=8, first_layers=2)
     here = dataclasses.replace(policy, values="device")
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
@@ -136,7 +136,7 @@ def test_values_there_may_have_few_bits(stories):
     assert away.usage.kv_reads == home.usage.kv_reads
 
 
-def test_the_pool_holds_what_the_accounting_says(stories):
+def test_pool_bytes_equal_the_accounting(stories):
     engine = Engine(stories, KCache(first_layers=2), num_lanes=2, max_tokens=64, page_size=16)
     runner, config = engine.runner, stories.config
     pages = 2 * config.num_layers * config.num_kv_heads * 4
@@ -156,7 +156,7 @@ def test_the_pool_holds_what_the_accounting_says(stories):
     ],
 )
 def test_rounds_of_questions_over_one_context(stories, policy, same):
-    """Each question may need another part of the context, and KCache has evicted none of it."""
+    """Each question may need another part of the context; KCache evicts nothing."""
     model = dataclasses.replace(
         stories, generation=dataclasses.replace(stories.generation, eos_token_ids=())
     )
@@ -180,7 +180,7 @@ def test_rounds_of_questions_over_one_context(stories, policy, same):
 
 
 @pytest.mark.nightly
-def test_survivors_values_can_live_there_too(stories):
+def test_host_values_work_with_cuts(stories):
     policy = KCache(top=5, first_layers=1, over=DMS(window=6, alpha_offset=0.0))
     model = dataclasses.replace(stories, policy=policy)
     sampling = Sampling(temperature=0, max_new_tokens=20)
@@ -193,15 +193,15 @@ def test_survivors_values_can_live_there_too(stories):
     assert away.usage.cache_bytes + away.usage.host_bytes == home.usage.cache_bytes
 
 
-def test_a_mesh_refuses_values_on_the_host():
+def test_mesh_refuses_host_values():
     model = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 4))
     with pytest.raises(ConfigError, match="values='device'"):
         generate(model, [[1, 2]], policy=KCache(), sampling=Sampling(max_new_tokens=2))
 
 
 @pytest.mark.gpu
-def test_the_host_writes_what_programs_read_on_a_gpu(stories):
-    """The memory of a pinned array is written in place between programs."""
+def test_gpu_programs_read_values_written_by_the_host(stories):
+    """The host writes a pinned array in place between programs."""
     policy = KCache(top=8, first_layers=1)
     options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=40), chunk=8)
     prompts = [stories_tokens(stories, 70)]
@@ -223,7 +223,7 @@ class HostFirst(KCache):
         )
 
 
-def test_values_on_the_host_are_those_of_the_last_layers():
+def test_host_values_are_of_the_last_layers():
     model = dms_jax.load(assets.path("stories260k"))
     with pytest.raises(ConfigError, match="HostFirst: values in host memory are those of the last"):
         generate(model, [[1, 2, 3]], policy=HostFirst(first_layers=1))

@@ -37,7 +37,7 @@ def put(stored: Int4, x) -> tuple[jax.Array, jax.Array]:
 @every_format
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**20))
-def test_slots_hold_the_nearest_numbers_of_the_format(stored, seed):
+def test_slots_hold_nearest_numbers(stored, seed):
     options = dataclasses.asdict(stored)
     with jax.enable_x64(True):
         x = draws(seed)
@@ -50,14 +50,14 @@ def test_slots_hold_the_nearest_numbers_of_the_format(stored, seed):
         read = np.asarray(stored.dequantize(packed, scales, jnp.float64))
         error = np.abs(read - int4.snap(x, **options)).max(-1)
         assert (error <= 1e-14 * np.abs(x).max(-1)).all()
-    # Rounding moves a number by half a step; by a whole one where there is no integer 8, and by a
-    # 32nd more where the scale, of 8 bits, was rounded down.
+    # Rounding moves a number by at most half a step; by a whole step where integer 8 is missing,
+    # and by 1/32 more where the 8-bit scale was rounded down.
     rows = int4.turn(x) if stored.rotated else x
     rows = rows.reshape(*want.shape, -1)
     steps, step = rows / want[..., None], np.abs(want)[..., None]
     error = np.abs(codes.reshape(rows.shape) * want[..., None] - rows)
     assert (error <= step * np.where(steps > 7.5, 1 + 2.0**-5, 0.5)).all()
-    # The step is a sixteenth of what 16 integers must reach, but for the rounding of the scale.
+    # The step is a sixteenth of the range, up to the rounding of the scale.
     largest = np.abs(rows).max(-1)
     assert (step[..., 0] <= (1 + 2.0**-8) * np.maximum(largest / 8, 2.0**-120)).all()
 
@@ -100,13 +100,13 @@ HUGE_VECTORS = {
 @every_format
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_largest_numbers_of_a_dtype_do_not_overflow(stored, dtype):
-    """Their rotated sums do in float32, and so would 8 times a scale that was rounded up."""
+    """Their rotated sums would in float32, and so would 8 times a scale that was rounded up."""
     x = jnp.asarray(np.minimum(np.stack(list(HUGE_VECTORS.values())), jnp.finfo(dtype).max), dtype)
     packed, scales = put(stored, x)
     held = np.asarray(scaled(packed, scales, jnp.float32), np.float64)  # which attention reads
     codes, steps = int4.quantize(np.asarray(x, np.float64), **dataclasses.asdict(stored))
     want = int4.read(codes, steps, rotated=False)
-    # Half-way between two integers it may be either, and what the sums cancel is not quite zero.
+    # Halfway between two integers it may be either, and cancelled sums are not exactly zero.
     step = np.repeat(np.abs(steps), 64 // steps.shape[-1], axis=-1)
     bound = step + 2**-7 * np.abs(want) + stored.rotated * 1e-6 * HUGE
     assert (np.abs(held - want) <= bound).all()
@@ -123,7 +123,7 @@ def test_infinities_and_nan_stay_not_finite(stored):
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 96, 128])
-def test_the_rotation_changes_no_product_and_undoes_itself(head_dim):
+def test_rotation_preserves_products_and_inverts_itself(head_dim):
     random = np.random.default_rng(head_dim)
     q, k = jnp.asarray(random.normal(size=(2, 5, head_dim)), jnp.float32)
     rotated = Int4().rotate(q), Int4().rotate(k)
@@ -140,7 +140,7 @@ def test_the_rotation_changes_no_product_and_undoes_itself(head_dim):
 
 
 @pytest.mark.parametrize(("head_dim", "numbers", "groups"), [(8, 4, 1), (64, 32, 2), (80, 40, 5)])
-def test_bytes_are_those_of_the_arrays(head_dim, numbers, groups):
+def test_bytes_equal_those_of_the_arrays(head_dim, numbers, groups):
     config = dataclasses.replace(tiny_config(), head_dim=head_dim)
     each = 2 * (numbers + 2 * groups)
     assert entry_bytes(config, jnp.bfloat16, "int4") == each

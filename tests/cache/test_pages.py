@@ -1,4 +1,4 @@
-"""The page allocator, under random orders: nothing is owned twice, nothing is lost."""
+"""The page allocator in random orders: no page has two owners, and none is lost."""
 
 import chex
 import numpy as np
@@ -32,7 +32,7 @@ def shard_of(row: tuple[int, int, int], sequence_shards: int, head_shards: int) 
 
 
 def check(pages: PageAllocator, shards: tuple[int, int]) -> dict[tuple, list[int]]:
-    """Asserts that each page is free or has one owner; returns the pages of each row."""
+    """Asserts that each page is free or has one owner, and returns the pages of each row."""
     owned = {}
     by_shard: dict[tuple, list[int]] = {}
     for row in np.ndindex(ROWS):
@@ -55,7 +55,7 @@ def check(pages: PageAllocator, shards: tuple[int, int]) -> dict[tuple, list[int
     shards=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2)]),
     page_size=st.sampled_from([1, 3, 8]),
 )
-def test_random_orders_keep_every_page_in_one_place(seed, shards, page_size):
+def test_every_page_has_one_owner_in_random_orders(seed, shards, page_size):
     random = np.random.default_rng(seed)
     pages = make(
         pages_per_shard=12, page_size=page_size, sequence_shards=shards[0], head_shards=shards[1]
@@ -94,7 +94,7 @@ def test_random_orders_keep_every_page_in_one_place(seed, shards, page_size):
     assert pages.free_pages == pages.pages_per_shard
 
 
-def test_the_table_comes_in_any_width_that_holds_it():
+def test_table_has_any_sufficient_width():
     pages = make(page_size=2)
     slots = np.zeros(ROWS, int)
     slots[1, 2, 1] = 5
@@ -170,7 +170,7 @@ def test_pages_only_prefixes_hold_are_reclaimed():
     assert pages.free_pages == 12
 
 
-def test_a_page_is_free_when_its_last_row_and_prefix_are_gone():
+def test_page_is_free_without_rows_and_prefixes():
     pages, freed = make(), []
     pages.on_free = lambda given: freed.append(sorted(given.tolist()))
     pages.reserve(slots_of(0, 6))  # 8 pages
@@ -183,7 +183,7 @@ def test_a_page_is_free_when_its_last_row_and_prefix_are_gone():
     assert pages.reserved[:, 1].tolist() == [[1, 1], [1, 1]]
     assert pages.held_by_rows(held) == 4
     assert pages.pages_in_use == 8
-    pages.reserve(slots_of(1, 5))  # each behind what it shares
+    pages.reserve(slots_of(1, 5))  # each one after its shared pages
     assert pages.pages_in_use == 12
     pages.release(np.array([0]))
     assert len(freed.pop()) == 4
@@ -195,7 +195,7 @@ def test_a_page_is_free_when_its_last_row_and_prefix_are_gone():
     assert sorted(np.concatenate(pages._free).tolist()) == list(range(20))
 
 
-def test_prefixes_of_uneven_rows_take_and_give_pages():
+def test_prefixes_of_uneven_rows_take_and_return_pages():
     pages, counts = make(), np.array([[3, 1], [0, 2]])
     taken = pages.take(counts)
     assert taken is not None
@@ -217,8 +217,8 @@ def test_prefixes_of_uneven_rows_take_and_give_pages():
 
 @given(st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, 12)), max_size=30))
 @settings(max_examples=40, deadline=None)
-def test_changes_make_an_old_table_the_new_one(orders):
-    """Cells that are not among them hold what they did; too many are the whole table."""
+def test_changes_update_an_old_table(orders):
+    """Other cells keep their contents; too many changes become the whole table."""
     pages, width = make(pages_per_shard=200), 4
     old = pages.table_of_width(width).copy()
     for number, (sequence, slots) in enumerate(orders):

@@ -1,4 +1,4 @@
-"""Writing into the pool: every value into its own slot and nowhere else."""
+"""Writing into the pool: every value reaches its slot and nothing else changes."""
 
 import functools
 from unittest import mock
@@ -47,7 +47,7 @@ def test_values_land_in_their_slots(seed):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=np.dtype)
 def test_writing_one_token_equals_writing_a_chunk(dtype):
-    """Besides rows that write there are some that store nothing, and one beyond its reserve."""
+    """Some rows store nothing, and one writes beyond its reserved pages."""
     random = np.random.default_rng(5)
     shape = (PAGES, PAGE_SIZE, HEAD_DIM)
     table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].astype(np.int32)
@@ -64,7 +64,7 @@ def test_writing_one_token_equals_writing_a_chunk(dtype):
         v_scales=scales,
         format=Float8() if quantized else None,
     )
-    # A chunk of two tokens, of which the second stores nothing.
+    # A chunk of two tokens; the second one stores nothing.
     two = [np.concatenate([x, x], 1) for x in (k, v)]
     both = np.concatenate([slots, np.full_like(slots, -1)], -1)
     want, _, _ = jax.jit(Pool.store)(pool, table, both, *two)
@@ -78,8 +78,8 @@ def test_writing_one_token_equals_writing_a_chunk(dtype):
 @pytest.mark.parametrize(
     "policy", [Vanilla(), DMS(window=4), DMC(neuron="first")], ids=lambda policy: policy.name
 )
-def test_rotating_while_writing_equals_rotating_first(policy, dtype):
-    """It is as if it were rotated, and then written."""
+def test_fused_rotation_equals_rotating_first(policy, dtype):
+    """The result equals rotating first and writing then."""
     random, head_dim, group = np.random.default_rng(6), 8, 2
     pages = jnp.asarray(random.normal(size=(2, PAGES, PAGE_SIZE, head_dim)), dtype)
     pool = Pool(k_pages=pages[0], v_pages=pages[1])
@@ -102,14 +102,14 @@ def test_rotating_while_writing_equals_rotating_first(policy, dtype):
     want, got = both()
     eps = float(jnp.finfo(dtype).eps)  # compilers differ in the last bit
     chex.assert_trees_all_close(got, want, rtol=eps, atol=4 * eps)
-    # Zero in the queries are the neurons that are borrowed, and no other number.
+    # Only the borrowed neurons of the queries are zero.
     zero = {(head, dim) for head, dim in policy.borrowed(group, head_dim) if head < group}
     found = np.argwhere(np.asarray(got[1] == 0).reshape(-1, group, head_dim))
     assert {(head, dim) for _, head, dim in found.tolist()} == zero
     assert len(found) == len(zero) * BATCH * KV_HEADS
 
 
-def test_rotated_tokens_take_the_dtype_of_the_pool():
+def test_rotated_tokens_have_pool_dtype():
     """A policy may merge in a wider one."""
     pool = Pool(jnp.zeros((1, 2, 16), jnp.bfloat16), jnp.zeros((1, 2, 16), jnp.bfloat16))
     table, slots = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1), jnp.int32)
@@ -122,7 +122,7 @@ def test_rotated_tokens_take_the_dtype_of_the_pool():
 
 
 def scattered_rows(random, lengths):
-    """A pool, and a table whose rows own pages for their lengths."""
+    """A pool, and a table whose rows have pages for their lengths."""
     table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].reshape(BATCH, KV_HEADS, WIDTH)
     owned = np.arange(WIDTH) < -(-lengths // PAGE_SIZE)[..., None]
     return np.where(owned, table, PAGES).astype(np.int32)
@@ -135,7 +135,7 @@ def slots_of(pool, table, row, head, count):
 
 @functools.cache
 def compact_moving(pages):
-    """`compact`, so many pages in a turn."""
+    """`compact`, with a given number of pages per turn."""
 
     def moving(*args):
         with mock.patch.object(paged, "PAGES_MOVED", pages):
@@ -150,8 +150,8 @@ def compact_moving(pages):
     share=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     pages=st.sampled_from([1, 3, paged.PAGES_MOVED]),
 )
-def test_kept_slots_close_ranks_in_their_order(seed, share, pages):
-    """Every array that is addressed by page moves in the same way; other pages do not change."""
+def test_compaction_keeps_order(seed, share, pages):
+    """All arrays addressed by page move alike; other pages do not change."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, WIDTH * PAGE_SIZE + 1, (BATCH, KV_HEADS))
     table = scattered_rows(random, lengths)

@@ -31,7 +31,7 @@ def draws(seed: int, dtype) -> np.ndarray:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**20))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_slots_hold_the_nearest_numbers_of_the_format(seed, dtype):
+def test_slots_hold_nearest_numbers(seed, dtype):
     x = draws(seed, dtype)
     values, scales = put(x)
     chex.assert_type([values, scales], [FLOAT8, jnp.float32])
@@ -40,7 +40,7 @@ def test_slots_hold_the_nearest_numbers_of_the_format(seed, dtype):
     stored = np.asarray(values).astype(np.float64) * np.asarray(scales)[:, None]
     chex.assert_trees_all_equal(stored, float8.snap(wide))
     chex.assert_trees_all_equal(np.asarray(round_trip(x)).astype(np.float64), stored)
-    # A number that is not tiny compared with the largest of its slot keeps 3 bits.
+    # A number not far below the largest of its slot keeps 3 bits.
     normal = np.abs(wide) >= 2.0**-6 * np.asarray(scales)[:, None]
     assert (np.abs(stored - wide)[normal] <= np.abs(wide)[normal] / 16).all()
 
@@ -53,7 +53,7 @@ def test_quantizing_again_changes_nothing():
 
 
 def large_slots(dtype, head_dim: int = 64) -> np.ndarray:
-    """Slots of the largest numbers of a dtype: all of one sign, of both, one, and nearly as large.
+    """Slots of a dtype's largest numbers: of one or both signs, a single one, slightly smaller.
 
     Of float32 and bfloat16 they are 2^6 times smaller, or attention itself would not be finite.
     """
@@ -88,7 +88,7 @@ def test_infinities_and_nan_stay_not_finite(number):
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "int4"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_steps_and_prompts_of_the_largest_numbers(kv_dtype, dtype):
-    """What is attended to in a step, and what a prompt is given, against float64."""
+    """Attention in a step and in a prompt, against float64."""
     k = v = large_slots(dtype)
     count, head_dim = k.shape
     snap = {"float8_e4m3": float8, "int4": int4}[kv_dtype].snap
@@ -105,7 +105,7 @@ def test_steps_and_prompts_of_the_largest_numbers(kv_dtype, dtype):
         error = np.abs(np.asarray(got)[0, :, 0].astype(np.float64) - want).max()
         assert error <= 2 * float(jnp.finfo(dtype).eps) * largest
 
-    # Weights that differ, of scores within 8; the last query looks at a coordinate alone.
+    # Scores within 8, so that weights differ; the last query has a single nonzero coordinate.
     random = np.random.default_rng(1)
     q = random.normal(size=(3, head_dim))
     q[2, np.arange(head_dim) != 5] = 0
@@ -139,7 +139,7 @@ def test_steps_and_prompts_of_the_largest_numbers(kv_dtype, dtype):
 
 
 def test_numbers_by_hand():
-    # 448 fits a scale of 1 and 449 needs 2; between 16 and 32 the format counts by twos.
+    # 448 fits a scale of 1 and 449 needs 2; between 16 and 32 the format has steps of 2.
     for first, scale in ((448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 2.0**-9)):
         assert put(jnp.asarray([[first, 0.0]]))[1] == scale
     chex.assert_trees_all_equal(
@@ -150,14 +150,14 @@ def test_numbers_by_hand():
     chex.assert_trees_all_equal(round_trip(zeros), zeros)
     tiny = jnp.full((1, 4), 1e-38)
     chex.assert_tree_all_finite(round_trip(tiny))
-    # Devices round what is below the normal numbers of float32 to zero, and would divide by it.
+    # Devices flush subnormal float32 numbers to zero, and would divide by zero.
     small = jnp.full((1, 4), 2.0**-125)
     assert put(small)[1] == 2.0**-120
     chex.assert_trees_all_equal(round_trip(small), small)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "int4"])
-def test_a_pool_gives_back_what_it_stored(kv_dtype):
+def test_pool_returns_stored_numbers(kv_dtype):
     random = np.random.default_rng(0)
     pages, page_size, head_dim = 6, 4, 8
     shape = (pages, page_size, head_dim)

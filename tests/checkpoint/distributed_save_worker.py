@@ -1,8 +1,8 @@
 """A process that saves a model with others: `python -m tests.checkpoint.distributed_save_worker`.
 
 Its argument is JSON: {"base": checkpoint, "adapter": beside it, "out": folder, "size": of a file}.
-Saves in every way of `main`, and writes to `out`-<process>.json how each ended, which files of
-tensors this process wrote, and how many bytes of arrays it held on the host before.
+Saves in every way of `main`, and writes to `out`-<process>.json the outcome of each, the files of
+tensors that this process wrote, and the bytes of arrays that it held on the host before.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from dms_jax.sharding import make_mesh
 
 @contextlib.contextmanager
 def counted(report: dict[str, Any]) -> Iterator[None]:
-    """Adds to a report the files that are written inside, and how it ends."""
+    """Adds the files written inside the context, and its outcome, to a report."""
     write = tensor_files.save_file
     report |= {"files": [], "ended": "done"}
 
@@ -47,14 +47,14 @@ def full_disk(*_: Any, **__: Any) -> None:
 
 
 def elsewhere(lost: bool) -> contextlib.AbstractContextManager[Any]:
-    """The directory that the first process makes is not seen by one that is lost."""
+    """A lost process does not see the directory that the first process makes."""
     tell = processes.Agreement.from_first
     told = lambda *given: tell(*given) + "/elsewhere" * lost  # noqa: E731
     return mock.patch.object(processes.Agreement, "from_first", told)
 
 
 def held(model: Any, out: pathlib.Path, size: int) -> int:
-    """Saves in steps; returns the bytes of NumPy's arrays that the first of them left."""
+    """Saves in steps; returns the bytes of NumPy arrays that the first step left."""
     numpy_alone = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     tracemalloc.start()
     before = tracemalloc.take_snapshot().filter_traces([numpy_alone])

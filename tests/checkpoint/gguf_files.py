@@ -27,8 +27,8 @@ NAMES = {
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Permute query and key rows as the converter does for the architecture llama.
 
-    It takes each head's rows as two halves and writes them in turns: first of the one, first of the
-    other, second of the one ...
+    It interleaves the two halves of each head's rows: first row of each half, second row of each
+    ...
     """
     out = np.empty_like(rows)
     size = len(rows) // heads
@@ -58,11 +58,11 @@ def rope_factors(rope: Mapping[str, Any], size: int) -> np.ndarray:
 
 
 def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray:
-    """Bytes of a K-quant, which the package writes only as they are: small scales, any digits."""
+    """Random bytes of a K-quant, which the package cannot make: small scales, any digits."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (math.prod(shape) // block, size)).astype(np.uint8)
-    # Where the block's float16 numbers lie: d and dmin in front, or d at the end.
+    # Offsets of the block's float16 numbers: d and dmin in front, or d at the end.
     places = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (size - 2,), Kind.Q3_K: (size - 2,)}
     for place in places[kind]:
         scale = (1e-4 * random.uniform(0.5, 1.5, len(data))).astype(np.float16)
@@ -71,7 +71,7 @@ def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray:
 
 
 def encode(values: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
-    """The numbers as a GGUF file holds them."""
+    """Encodes numbers as in a GGUF file."""
     plain = {Kind.F32: np.float32, Kind.F16: np.float16, Kind.F64: np.float64}
     if kind in plain:
         return values.astype(plain[kind])
@@ -81,14 +81,14 @@ def encode(values: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
 
 
 def decode(data: np.ndarray, kind: Kind) -> np.ndarray:
-    """The numbers again, as the package reads them."""
+    """Decodes numbers with the package."""
     if kind in (Kind.F32, Kind.F16, Kind.F64):
         return data
     return gguf.quants.dequantize(data, kind)
 
 
 def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that the converter writes of a Hugging Face config."""
+    """The metadata that the converter writes for a Hugging Face config."""
     rope = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10_000.0),
         **(config.get("rope_scaling") or {}),
@@ -149,7 +149,7 @@ def write(
     content: Mapping[str, tuple[np.ndarray, Kind | None]],
     **options: Any,
 ) -> pathlib.Path:
-    """A GGUF of these entries (None leaves one out) and tensors, through the package's writer."""
+    """Writes a GGUF of these entries (None omits one) and tensors with the package's writer."""
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in entries.items():
         if value is not None:
@@ -172,7 +172,7 @@ def convert(
     change: Callable[[dict], None] = lambda content: None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a Hugging Face directory as GGUF; returns its tensors as they are once dequantised.
+    """Write a Hugging Face directory as GGUF; returns its dequantised tensors.
 
     Args:
         directory: the model.
@@ -220,7 +220,7 @@ def convert(
 def as_converted(
     source: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], set[str]]:
-    """The tensors of a directory with experts stacked as the converter stacks them.
+    """The tensors of a directory, with experts stacked like the converter's.
 
     Returns:
         the tensors, and the names of those that are bytes of MXFP4.
@@ -270,7 +270,7 @@ def repacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The other way round: where `permute` sent each row."""
+    """Inverts `permute`."""
     order = permute(np.arange(len(rows)), heads)
     out = np.empty_like(rows)
     out[order] = rows

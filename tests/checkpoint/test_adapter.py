@@ -1,4 +1,4 @@
-"""Adapters as files: written beside the base that they were trained on, and put together again."""
+"""Adapters as files: saved beside their base, and loaded onto it again."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ FILES = ["dms_adapter.json", "dms_adapter.safetensors"]
 
 
 def changed(model: LanguageModel, change=None) -> LanguageModel:
-    """As a retrofit leaves it: an adapter that says something; `change(name, x)` for the others."""
+    """A model with a nonzero adapter; `change(name, x)` changes other parameters."""
     transformer = add_adapter(model.transformer)
     arrays = parameters(transformer)
     for place, (name, x) in enumerate(sorted(arrays.items())):
@@ -78,7 +78,7 @@ def test_round_trip(base, adapter, tmp_path):
 def test_adapter_keeps_its_dtype(base, adapter, tmp_path, dtype):
     model = load(base, dtype=dtype, adapter=adapter)
     types = {name: x.dtype for name, x in parameters(model.transformer).items()}
-    # The adapter's output is compared with a threshold: it keeps the dtype of its training.
+    # The adapter's output is compared with a threshold, so it keeps the dtype of its training.
     assert {x for name, x in types.items() if is_adapter(name)} == {jnp.dtype(jnp.float32)}
     assert {x for name, x in types.items() if not is_adapter(name)} == {jnp.dtype(dtype)}
     save(model, model.policy, tmp_path / "again", adapter_only=True)
@@ -97,7 +97,7 @@ def test_under_a_mesh(base, adapter, tmp_path):
 
 
 @pytest.mark.nightly
-def test_on_a_quantised_gguf(tmp_path):
+def test_adapter_on_a_quantised_gguf(tmp_path):
     convert(wide(tmp_path / "model", "llama2"), tmp_path / "base.gguf", KINDS["mixed"])
     model = changed(load(tmp_path / "base.gguf", dtype="bfloat16"))
     save(model, POLICY, tmp_path / "adapter", adapter_only=True)
@@ -157,7 +157,7 @@ def test_wrong_directory_says_what_to_load(base, adapter):
 
 @pytest.mark.parametrize("part", ["qkv_proj.kernel", "embedding", "mlp_norm"])
 def test_trained_base_is_refused(base, tmp_path, part):
-    """However little: one number of one tensor."""
+    """Even if only one number of one tensor changed."""
 
     def change(name, x):
         return x.at[(0,) * x.ndim].multiply(1.5) if part in name else x
@@ -185,7 +185,7 @@ def test_save_without_its_base_is_refused(base, tmp_path):
 
 @pytest.mark.nightly
 def test_given_adapter_replaces_the_bases_own(base, adapter, tmp_path):
-    """The one that is given takes its place, also when it was trained further from there."""
+    """Also if the given adapter was trained further from the base's own."""
     whole = tmp_path / "whole"
     save(changed(load(base)), POLICY, whole)
     content = tensors(whole)
@@ -207,8 +207,8 @@ def test_base_with_decision_neurons_is_refused(adapter):
     ("fields", "message"),
     [
         ({"format": 2}, "format 2, which is not served"),
-        ({"base": 3}, "does not say what policy and what base"),
-        ({"base": {"shape": {}}}, "does not say what policy and what base"),
+        ({"base": 3}, "does not name the adapter's policy and base"),
+        ({"base": {"shape": {}}}, "does not name the adapter's policy and base"),
         ({"policy": {"name": "Nonesuch"}}, "Nonesuch"),
         ({"policy": {"name": "TOVA", "budget": 8}}, "reads no adapter"),
         ({"base": {"shape": {}, "sha256": {}}}, "vocab_size is 61 in the base, and None"),

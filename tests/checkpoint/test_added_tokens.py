@@ -1,4 +1,4 @@
-"""Every declared token is added to the vocabulary, and no end token to a text."""
+"""Every declared token joins the vocabulary, and no end token is appended to a text."""
 
 import json
 import pathlib
@@ -63,7 +63,7 @@ def test_post_processors_that_add_tokens(added, begins, tmp_path):
     tokenizer = read(tmp_path / "model")
     for text in ("", "Hello", "Hello<e>", "<b>Hello<e><e>"):
         assert tokenizer.encode(text) == [*begins, *tokenizer.encode(text, False)]
-    assert tokenizer.encode("Hello<e>")[-1] == END  # what the text itself says stays
+    assert tokenizer.encode("Hello<e>")[-1] == END  # end tokens in the text itself stay
 
 
 def test_token_without_an_id_gets_the_next_one_with_a_warning(tmp_path):

@@ -1,4 +1,4 @@
-"""Saving over a directory deletes only a checkpoint's own files, and all of it or nothing."""
+"""Saving over a directory is atomic and deletes only files of the checkpoint."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 from dms_jax import assets
 from dms_jax.checkpoint import atomic_replace, load, save
 from dms_jax.errors import CheckpointError
+from dms_jax.file_lock import lock
 from dms_jax.policies import TOVA, Vanilla
 
 
@@ -232,10 +233,24 @@ def test_next_save_cleans_up_after_a_killed_one(stories, out, tmp_path, where):
     assert (out / "LICENSE").exists() == (where == "between the renames")
 
 
+def test_load_restores_what_a_killed_save_moved_aside(stories, out, tmp_path):
+    save(stories, TOVA(budget=8), out)
+    stage = tmp_path / ".out.saving-abcd1234"
+    (stage / "new").mkdir(parents=True)
+    out.rename(stage / "old")
+    running = os.open(stage, os.O_RDONLY)
+    assert lock(running)
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        load(out)
+    os.close(running)
+    assert load(out).policy == TOVA(budget=8)
+    assert names(stage) == ["new"]  # left to the next save
+
+
 def test_staging_directory_of_a_running_save_is_left_alone(stories, out, tmp_path):
     with atomic_replace.atomic_replace(out, atomic_replace.CHECKPOINT) as directory:
         (directory / "config.json").write_text("{}")
-        # The lock is the open file's: this process meets its own.
+        # The lock belongs to the open file, so this process meets its own.
         save(stories, stories.policy, out)
         assert (directory / "config.json").exists()
     assert (out / "config.json").read_text() == "{}"

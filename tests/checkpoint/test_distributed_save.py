@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
     tie_embeddings=False,
     model_type="qwen3",
 )
-SIZE = 150_000  # of a file; the two matrices of the vocabulary are no larger
+SIZE = 150_000  # bytes of a file; the two vocabulary matrices are no larger
 
 
 def contents(directory: pathlib.Path) -> dict[str, bytes]:
@@ -38,7 +38,7 @@ def contents(directory: pathlib.Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of what two processes saved, the report of each, and the folder of one."""
+    """The folder that two processes saved, their reports, and the folder of one process."""
     folder = tmp_path_factory.mktemp("saved")
     base, out, alone = folder / "base", folder / "out", folder / "alone"
     for name, seed in (("base", 0), ("other", 1)):
@@ -84,7 +84,7 @@ def test_each_process_writes_its_share(saved, way):
 
 @pytest.mark.nightly
 def test_each_process_holds_its_share_and_no_more(saved):
-    """As tracemalloc counts NumPy's arrays; only the files have headers."""
+    """NumPy arrays counted by tracemalloc; file headers come on top."""
     out, reports, _ = saved
     for report in (each["in steps"] for each in reports):
         share = sum((out / "in steps" / name).stat().st_size for name in report["files"])
@@ -93,7 +93,7 @@ def test_each_process_holds_its_share_and_no_more(saved):
 
 @pytest.mark.nightly
 def test_first_process_writes_small_checkpoints(saved):
-    """The second process was given a directory that does not exist: it need not see one."""
+    """The second process gets a directory that does not exist, because it need not see it."""
     _, reports, _ = saved
     written = [(report["one file"]["files"], report["adapter"]["files"]) for report in reports]
     assert written == [(["model.safetensors"], ["dms_adapter.safetensors"]), ([], [])]
@@ -124,7 +124,7 @@ def test_error_in_one_process_ends_all(saved, case, failed, message):
 def test_error_leaves_only_the_old_checkpoint(saved):
     out, _, alone = saved
     assert sorted(entry.name for entry in out.iterdir()) == sorted([*WAYS, "taken"])
-    for way in ("whole", "adapter"):  # to which the saves that failed were
+    for way in ("whole", "adapter"):  # the target of the failed saves
         assert contents(out / way) == contents(alone / way)
 
 

@@ -21,12 +21,12 @@ from tests.checkpoint.support import copy
 from tests.support.instances import further
 
 _FULL = "No space left on device"
-# Every way in which saving touches the disk.
+# Every call with which saving writes.
 _CALLS = ("os.mkdir", "os.open", "io.open", "os.chmod", "os.fsync", "os.rename")
 
 
 class Failing:
-    """Raises at the n-th call of any of `_CALLS` or of safetensors; counts them."""
+    """Raises at the n-th call of `_CALLS` or of safetensors; counts the calls."""
 
     def __init__(self, monkeypatch, error, at: int):
         self.count, self.at, self.error = 0, at, error
@@ -57,7 +57,7 @@ class Failing:
 
 @dataclasses.dataclass
 class Case:
-    """A model to save over what another policy left, and how to load what was saved."""
+    """A model to save over a checkpoint of another policy, and a function that loads the result."""
 
     model: LanguageModel
     before: Policy
@@ -93,7 +93,7 @@ def adapter(folder: pathlib.Path) -> Case:
         ),
     ],
 )
-def test_failed_write_leaves_what_was_there(make, error, there_before, tmp_path, monkeypatch):
+def test_failed_write_keeps_old_checkpoint(make, error, there_before, tmp_path, monkeypatch):
     """Whichever of the calls that write fails."""
     case, out = make(tmp_path), tmp_path / "saved" / "out"
     out.parent.mkdir()
@@ -109,7 +109,7 @@ def test_failed_write_leaves_what_was_there(make, error, there_before, tmp_path,
                 case.save(case.model.policy, out)
             except BaseException as caught:
                 raised = caught
-        if failing.count < at:  # none was left to fail: this was the whole save
+        if failing.count < at:  # no call was left to fail: this was the whole save
             break
         failed.add(failing.failed)
         assert type(raised) is (CheckpointError if error is OSError else error)
@@ -124,7 +124,7 @@ def test_failed_write_leaves_what_was_there(make, error, there_before, tmp_path,
     assert case.load(out).policy == case.model.policy
 
 
-# A process in which no file may grow beyond so many bytes: errors come from the system.
+# A process with a file size limit, so that errors come from the system.
 _LIMITED = """
 import resource, signal, sys
 from dms_jax import assets

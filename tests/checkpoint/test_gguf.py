@@ -1,4 +1,4 @@
-"""GGUF: the same model as the Hugging Face directory that it was made from."""
+"""A GGUF file gives the same model as its Hugging Face directory."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def test_logits_equal_those_of_transformers(family, tmp_path):
 
 
 def test_gemma3(tmp_path):
-    """Files store norms plus 1; weights for which the sum is exact come back unchanged."""
+    """Files store norms plus 1; weights with an exact sum come back unchanged."""
     folder = copy("families/gemma3", tmp_path / "model")
     edit_config(folder, query_pre_attn_scalar=8)  # a head's own: files have no other
     content = tensors(folder)
@@ -89,7 +89,7 @@ def test_gemma3(tmp_path):
 
 
 def test_mxfp4_experts(tmp_path):
-    """Numbers lie elsewhere within a block than in safetensors; nothing is rounded."""
+    """The order of numbers in a block differs from safetensors; nothing is rounded."""
     folder = GOLDEN / "families" / "gpt_oss_mxfp4"
     convert(folder, tmp_path / "model.gguf")
     model, directory = load(tmp_path / "model.gguf", dtype="float32"), load(folder, dtype="float32")
@@ -228,7 +228,7 @@ KINDS = {
     "F16": lambda name: Kind.F16,
     "Q8_0": lambda name: Kind.Q8_0,
     "Q4_0": lambda name: Kind.Q4_0,
-    # As llama.cpp mixes them: other kinds for the embedding, the values and the down projection.
+    # Mixed as by llama.cpp: other kinds for the embedding, the values and the down projection.
     "mixed": lambda name: (
         Kind.BF16
         if "token_embd" in name
@@ -297,8 +297,8 @@ def test_each_device_reads_its_part(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_no_second_copy_in_float32(tmp_path, monkeypatch):
-    """A tensor is dequantised some rows at a time into the type that is asked for."""
+def test_dequantisation_makes_no_float32_copy(tmp_path, monkeypatch):
+    """A tensor is dequantised in groups of rows, directly into the requested dtype."""
     directory = wide(tmp_path / "model", "qwen2")
     convert(directory, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
     monkeypatch.setattr(weights, "_CHUNK", 1024)

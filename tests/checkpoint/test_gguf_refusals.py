@@ -29,7 +29,7 @@ def refusal(path: pathlib.Path) -> str:
 
 
 def with_entries(tmp_path: pathlib.Path, **entries) -> pathlib.Path:
-    """A small model whose metadata say something else; `__` stands for a full stop."""
+    """A small model with changed metadata; `__` stands for a full stop."""
     path = tmp_path / "model.gguf"
     convert(LLAMA, path, extra={key.replace("__", "."): value for key, value in entries.items()})
     return path
@@ -162,7 +162,7 @@ def test_ternary_weights_and_integers_are_refused(kind, message, tmp_path):
 
 
 def with_kind(tmp_path: pathlib.Path, kind: int) -> pathlib.Path:
-    """A file whose first matrix says that it is of this type."""
+    """A file whose first matrix declares this type."""
     path = tmp_path / "model.gguf"
     convert(LLAMA, path)
     data = bytearray(path.read_bytes())
@@ -319,7 +319,7 @@ def test_parts_that_are_not_of_one_model_are_refused(parts, tmp_path):
         ({"tokens": None}, "tokens is not a list of texts"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice"),
         ({"token_type": [1, 1]}, "token_type has 2 entries for 261 tokens"),
-        ({"token_type": [9] * 261}, "no type of a token"),
+        ({"token_type": [9] * 261}, "an unknown token type"),
         ({"token_type": 1}, "token_type is not a list"),
         ({"eos_token_id": 261}, "eos_token_id is 261, beyond the 261 tokens"),
         ({"eos_token_id": "end"}, "eos_token_id must be a whole number"),

@@ -38,7 +38,7 @@ def test_turns_typed_as_text(turns, end, tmp_path):
     types = None if turns is None else [CONTROL, turns, turns, NORMAL, NORMAL, NORMAL]
     entries = smol(types)
     first = len(entries["tokens"]) - len(TURNS)
-    if end is not None:  # the metadata declare the end of a text alone
+    if end is not None:  # the metadata declare only the end of a text
         entries |= {"eos_token_id": first + end, "bos_token_id": first + end}
     with pytest.warns(UserWarning, match=r"types as text .*'<\|im_start\|>', '<\|im_end\|>'"):
         tokenizer, defaults = read(tmp_path, **entries)

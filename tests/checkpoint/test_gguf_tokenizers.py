@@ -95,7 +95,7 @@ def test_unknown_token_typed_as_control(tmp_path):
 
 
 def words(tmp_path, pre: str, text: str) -> list[str]:
-    """How a text is cut into words."""
+    """Returns the words into which a text is split."""
     tokenizer, _ = read(tmp_path, model="gpt2", pre=pre, tokens=[*LETTERS, "he"], merges=["h e"])
     assert tokenizer is not None
     cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
@@ -145,7 +145,7 @@ def test_end_tokens(tmp_path):
     size = len(VOCABULARY)
     _, both = read(tmp_path, **without(""))
     assert both.eos_token_ids == (size - 2, size - 1)
-    # <|end|> ends an answer whatever the file says, as in llama.cpp; <|turn|> does not.
+    # <|end|> ends an answer regardless of the file, as in llama.cpp; <|turn|> does not.
     _, one = read(tmp_path, **(without("eot_token_id") | {"eos_token_id": 5}))
     assert one.eos_token_ids == (5, size - 2)
     _, none = read(tmp_path, **(without("eos_token_id") | {"eot_token_id": 2**32 - 1}))

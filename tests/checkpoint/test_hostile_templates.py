@@ -1,4 +1,4 @@
-"""Chat templates from strangers: they reach nothing, and every failure is a short DataError."""
+"""Hostile chat templates reach nothing outside, and every failure is a short DataError."""
 
 import pytest
 

@@ -17,7 +17,7 @@ def parameters(model):
 
 
 def write_shards(directory, content, most):
-    """Tensors in the order of their names, in shards of at most so many numbers, and the index."""
+    """Writes tensors in order of names, in shards of limited size, with the index."""
     shards, sizes = [{}], [0]
     for name, tensor in sorted(content.items()):
         if sizes[-1] + tensor.size > most and shards[-1]:
@@ -36,7 +36,7 @@ def write_shards(directory, content, most):
 
 
 def test_maxtext_export_of_gemma_3(tmp_path):
-    """Names of transformers with the parts of a model that reads images, no generation config."""
+    """Names of transformers, with vision parts and without a generation config."""
     usual = load(copy("families/gemma3", tmp_path / "usual"))
     directory = copy("families/gemma3", tmp_path / "maxtext")
     content = {

@@ -27,7 +27,7 @@ TOKENS = np.arange(2 * 20).reshape(2, 20)
 
 
 def updated(model, policy=POLICY):
-    """A model as low-rank training leaves it; an adapter, if the policy reads one, decides."""
+    """A model as after low-rank training; if the policy reads an adapter, it is nonzero."""
     model = changed(model) if policy.retrofit.adapter else model
     random = np.random.default_rng(7)
     factors = {
@@ -71,7 +71,7 @@ def test_updates_are_loaded_beside_the_weights(base, adapter, tmp_path):
 
 
 @pytest.mark.nightly
-def test_merge(base, adapter, tmp_path):
+def test_merged_updates_equal_separate_ones(base, adapter, tmp_path):
     model, merged = load(base, adapter=adapter), load(base, adapter=adapter, merge=True)
     assert low_rank.low_rank_of(merged.transformer) is None
     logits = np.asarray(model.logits(TOKENS))
@@ -104,7 +104,7 @@ def test_layout_is_that_of_peft(base, adapter):
 
 
 def test_without_a_dms_adapter(base, tmp_path):
-    """The control of a retrofit: the vanilla cache, or one that needs no training."""
+    """The control of a retrofit: the vanilla cache, or a training-free policy."""
     model = updated(load(base), Vanilla())
     save(model, TOVA(budget=8), tmp_path / "adapter", adapter_only=True)
     again = load(base, adapter=tmp_path / "adapter")
@@ -136,7 +136,7 @@ def test_under_a_mesh(base, adapter, tmp_path):
     assert kernel.sharding.spec[2] == "model"
 
 
-def test_on_a_gguf(tmp_path, base, adapter):
+def test_updates_on_a_gguf(tmp_path, base, adapter):
     convert(base, tmp_path / "base.gguf")
     assert_equal(load(tmp_path / "base.gguf", adapter=adapter), load(base, adapter=adapter))
 
@@ -153,7 +153,7 @@ def test_decision_neurons_are_not_saved_in_an_adapter(base, tmp_path):
     [
         ({"low_rank": {"rank": 3, "alpha": 3.0}}, "do not fit rank 3 and the base"),
         ({"low_rank": {"rank": 0, "alpha": 3.0}}, "rank must be"),
-        ({"low_rank": [2]}, "does not say what policy and what base"),
+        ({"low_rank": [2]}, "does not name the adapter's policy and base"),
         ({"low_rank": {"rank": 2, "beta": 1}}, "LowRank has no option beta"),
     ],
 )

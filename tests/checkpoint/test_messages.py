@@ -9,9 +9,9 @@ from dms_jax.checkpoint.messages import messages_in, read_messages
 from dms_jax.errors import DataError
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
-# The content as it is, and no calls: as many fine-tuned checkpoints have it.
+# A template that writes content unchanged and ignores calls, like many fine-tuned checkpoints.
 PLAIN = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
-# How Qwen2.5's template writes calls.
+# Writes calls like Qwen2.5's template.
 CALLING = (
     "{% for m in messages %}<s>{{ m.role }}: {% if m.content %}{{ m.content }}{% endif %}"
     "{% for call in m.tool_calls or [] %}{% if call.function %}{% set call = call.function %}"
@@ -33,7 +33,7 @@ def test_parts_are_joined():
 
 
 def test_null_fields_are_removed():
-    """A template that asks `'tool_calls' in message` would go through them."""
+    """A template that tests `'tool_calls' in message` would iterate over null."""
     (read,) = read_messages([{"role": "user", "content": "x", "tool_calls": None, "name": None}])
     assert read == {"role": "user", "content": "x"}
 
@@ -70,7 +70,7 @@ def test_malformed_conversation_is_refused(turns):
 @pytest.mark.parametrize("content", [None, "", "I look."])
 @pytest.mark.parametrize("arguments", [{"city": "Bonn"}, '{"city": "Bonn"}'])
 def test_tool_calls(content, arguments):
-    """Arguments are data to templates, and OpenAI's clients send them as a JSON text."""
+    """Templates expect arguments as data; OpenAI's clients send them as JSON text."""
     calls = [{"function": {"name": "weather", "arguments": arguments}}]
     text = render_chat(CALLING, messages=assistant(content=content, tool_calls=calls))
     said = content or ""

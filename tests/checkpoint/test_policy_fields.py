@@ -1,4 +1,4 @@
-"""Policies in config.json: NVIDIA's fields, our key, malformed declarations."""
+"""Policies in config.json: NVIDIA's fields, our key, malformed fields."""
 
 import pytest
 

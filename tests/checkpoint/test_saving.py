@@ -1,4 +1,4 @@
-"""Saving: what is written can be loaded again."""
+"""Saved checkpoints load again."""
 
 import dataclasses
 import json
@@ -75,7 +75,7 @@ def test_slice_of_an_mxfp4_matrix():
     assert float(by_hand) == sign * size * 2.0 ** (int(file[f"{name}_scales"][1, 2, 0]) - 127)
 
 
-def test_files_of_a_checkpoint(stories, tmp_path):
+def test_checkpoint_has_the_expected_files(stories, tmp_path):
     save(stories, stories.policy, tmp_path / "out")
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "config.json",
@@ -85,7 +85,7 @@ def test_files_of_a_checkpoint(stories, tmp_path):
         "tokenizer_config.json",
     ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    # The spelling that transformers 4 and 5 both read.
+    # A spelling that both transformers 4 and 5 read.
     assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, None)
     assert (config["torch_dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
     assert "cache_policy" not in config
@@ -196,7 +196,7 @@ def test_permissions_are_those_of_the_umask(stories, tmp_path):
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
 
 
-def test_bfloat16_stays(tmp_path):
+def test_bfloat16_is_kept(tmp_path):
     model = load(GOLDEN / "families" / "llama31", dtype=jax.numpy.bfloat16)
     save(model, model.policy, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"

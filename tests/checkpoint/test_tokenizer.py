@@ -44,10 +44,10 @@ def test_ids_are_those_of_the_reference(kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k", "gemma"])
-def test_text_comes_back(kind):
+def test_text_round_trip(kind):
     tokenizer = Tokenizer.from_directory(GOLDEN / kind)
     for text, ids in expected(kind):
-        # stories260K was trained with runs of spaces made one, so they cannot come back.
+        # stories260K's tokenizer merges runs of spaces, so they cannot come back.
         if kind == "gemma" and "\u2581" in text:  # which it takes for a space
             text = text.replace("\u2581", " ")
         if kind != "stories260k" or (text == text.strip(" ") and "  " not in text):
@@ -56,7 +56,7 @@ def test_text_comes_back(kind):
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k"])
 def test_bytes_of_tokens_are_the_text(kind):
-    """Of characters that take several tokens too."""
+    """Also for characters of several tokens."""
     tokenizer = Tokenizer.from_directory(GOLDEN / kind)
     text = "na\u00efve \u4f60\u597d \U0001f642\n\ufffd end"
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -97,7 +97,7 @@ def test_shipped_tokenizer():
     [
         ({}, [1]),
         ({"add_bos_token": False}, []),
-        ({"add_bos_token": True, "add_eos_token": True}, [1]),  # what is encoded goes on
+        ({"add_bos_token": True, "add_eos_token": True}, [1]),  # the text may continue
         ({"add_eos_token": True, "add_bos_token": False}, []),
     ],
 )

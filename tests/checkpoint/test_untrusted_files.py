@@ -1,4 +1,4 @@
-"""Checkpoint directories from strangers: links, pipes, devices, sizes, contents."""
+"""Untrusted checkpoint directories: links, pipes, devices, sizes, contents."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from dms_jax.generation import generate
 from dms_jax.policies import Vanilla
 from tests.checkpoint.support import copy, edit_config, rewrite, tensors
 
-# Every file that loading may read.
+# All files that loading may read.
 READ = [
     "config.json",
     "generation_config.json",
@@ -54,7 +54,7 @@ def llama(tmp_path):
 
 
 def make_way(directory, name):
-    """A place for this file, with nothing that is read in its stead."""
+    """Removes this file, and every file that would be read in its place."""
     if name == "model.safetensors.index.json":
         (directory / "model.safetensors").unlink()
     if name in ("tokenizer.model", "vocab.json", "merges.txt"):
@@ -248,7 +248,7 @@ _TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
         ("padding", _PADDING, None),  # dropped before anything is encoded
     ],
 )
-def test_tokenizers_on_which_the_library_panics(stories, field, value, stage):
+def test_tokenizer_panics_become_errors(stories, field, value, stage):
     file = stories / "tokenizer.json"
     content = json.loads(file.read_text())
     (content["model"] if field == "continuing_subword_prefix" else content)[field] = value

@@ -86,7 +86,7 @@ def test_message_gives_the_stored_name(tmp_path):
 
 # -- vision models -------------------------------------------------------------------------------
 
-# The kind, the family of its language model, and the class in transformers.
+# The vision model, the family of its language model, and the class in transformers.
 IMAGES = [
     ("gemma3", "gemma3", "Gemma3ForConditionalGeneration"),
     ("mistral3", "mistral", "Mistral3ForConditionalGeneration"),
@@ -106,7 +106,7 @@ def as_transformers_5_has_it(name: str) -> str:
 def reading_images(
     target: pathlib.Path, kind: str, family: str, architecture: str, rename
 ) -> pathlib.Path:
-    """A tiny model of a family as the language model of one that reads images."""
+    """A tiny model of a family, as the language model of a vision model."""
     directory = copy(f"families/{family}", target)
     content = {rename(name): tensor for name, tensor in tensors(directory).items()}
     for part in ("vision_tower", "multi_modal_projector", "visual", "model.visual"):
@@ -141,7 +141,7 @@ def test_language_model_of_a_vision_model_is_loaded(kind, family, architecture, 
 
 
 def test_gemma3_text_config_without_defaults():
-    """As in Gemma 3 4B, whose config leaves out the defaults of transformers."""
+    """Like Gemma 3 4B, whose config omits the defaults of transformers."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
     text |= {"num_hidden_layers": 34, "sliding_window": 1024}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
@@ -152,7 +152,7 @@ def test_gemma3_text_config_without_defaults():
 
 
 def test_mistral3_text_config_without_window():
-    """As that of Mistral Small 3.1; the default of the family is 4,096 tokens."""
+    """Like Mistral Small 3.1; the default of the family is 4,096 tokens."""
     text = {"model_type": "mistral", "sliding_window": None, "vocab_size": 131072}
     config = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text})
     assert (config.vocab_size, config.window) == (131072, None)

@@ -1,9 +1,8 @@
-"""Directories in the layouts in which tokenizers are published, for this library and transformers.
+"""Tokenizer directories in published layouts, for this library and transformers.
 
-`TABLE` holds the files of well-known models, as they are published but for their vocabularies,
-which are those of `tests/golden/tokenizers`. `write_random` makes others from a seed. Nothing here
-needs dms_jax or transformers: `tests/golden/make_layouts.py` writes the same directories for
-transformers and records what it reads from them.
+`TABLE` has the files of well-known models, with the vocabularies of `tests/golden/tokenizers`.
+`write_random` makes others from a seed. This module needs neither dms_jax nor transformers:
+`tests/golden/make_layouts.py` writes the same directories and records what transformers reads.
 """
 
 import json
@@ -58,7 +57,7 @@ def ends(tokens: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
 
 
 def vocabulary(kind: str) -> dict[str, int]:
-    """A vocabulary of bytes without the gaps in its ids that cutting it down has left."""
+    """A byte vocabulary with consecutive ids."""
     ids = json.loads((GOLDEN / kind / "vocab.json").read_text())
     return {text: place for place, text in enumerate(sorted(ids, key=ids.__getitem__))}
 
@@ -326,7 +325,7 @@ def write(directory: pathlib.Path, copied: list[str], written: Mapping[str, Any]
 
 
 def texts(written: Mapping[str, Any]) -> list[str]:
-    """Texts to encode: plain ones, and some with each token that the files of a layout declare."""
+    """Texts to encode: plain ones, and some with each token declared in a layout's files."""
     declared: list[str] = []
 
     def collect(value: Any, key: str = "") -> None:
@@ -354,7 +353,7 @@ def texts(written: Mapping[str, Any]) -> list[str]:
 
 
 def random_layout(seed: int) -> tuple[list[str], dict[str, Any]]:
-    """A layout drawn from a seed: which files there are, and which of them declare what."""
+    """A layout drawn from a seed: its files and their declarations."""
     draw = random.Random(seed)
     some = draw.random
     kind = draw.choice(["gpt2", "qwen2", "mistral", "fast gpt2", "fast qwen2", "fast gpt2"])

@@ -1,29 +1,29 @@
-"""The notebooks run from an empty folder on the wheel of this checkout, and show what they promise.
+"""The notebooks run from an empty folder with the wheel of this checkout, and show their results.
 
-Each lies here twice: a script (py:percent), which is read and changed, and the notebook that
-`make notebooks` writes from it.
+Each notebook has two files: a script (py:percent) to edit, and the notebook that `make outputs`
+writes from it, with its outputs.
 """
 
 import base64
 import io
+import json
 import os
 import pathlib
 import re
-import subprocess
+import shutil
 import sys
 import types
 import zipfile
 
 import jupytext
-import nbclient
 import nbformat
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-COLAB = ROOT / "colab"
+from tests.colab.execute import COLAB, execute, unpacked_wheel
+
 SCRIPTS = sorted(COLAB.glob("*.py"))
-# Small settings, what a run prints, and how many figures it draws.
+# Small settings, a text that the run prints, and its number of figures.
 RUNS = {
     "quickstart": (dict(PROBLEMS=2, LONGEST_ANSWER=24), "tokens in the cache at the peak", 1),
     "retrofit": (dict(STEPS_PER_RATIO=2, RATIO=2.0, WINDOW=8), "live tokens:", 1),
@@ -33,34 +33,21 @@ RUNS = {
 }
 RUNS_FOR_LONG = {"quickstart"}  # longer than it compiles
 SOURCE = "https://github.com/dms-jax/dms_jax"
+# What a user uploads beside a notebook.
+WHEEL, ZIP = "dms_jax-0.1.0-py3-none-any.whl", "dms_jax-main.zip"
+UNPACKED = "empty/runs/unpacked/dms_jax-main"
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with nothing but what the wheel holds."""
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
+    return unpacked_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", RUNS)
-def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
-    settings, shown, figures = RUNS[name]
-    environment = {
-        "PYTHONPATH": str(installed),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "DMS_JAX_ASSETS": str(ROOT / "dms_jax" / "assets"),  # what would be fetched
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-    }
-    if name in RUNS_FOR_LONG:
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
+def test_a_notebook_runs_and_draws(name, installed, tmp_path):
+    settings, _, _ = RUNS[name]
+    optimized = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"} if name in RUNS_FOR_LONG else {}
     notebook = nbformat.read(COLAB / f"{name}.ipynb", as_version=4)
     for setting, value in settings.items():
         changed = 0
@@ -70,12 +57,19 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
             )
             changed += count
         assert changed == 1, f"{setting} is set {changed} times"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    place = {"metadata": {"path": str(empty)}}
-    nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
+    execute(notebook, installed, tmp_path / "empty", seconds=600, **optimized)
+    check_outputs(name, notebook)
 
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+def check_outputs(name: str, notebook: nbformat.NotebookNode) -> None:
+    """Every cell ran, in order; what it shows is whole, and says nothing of the machine."""
+    _, shown, figures = RUNS[name]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    assert counts == list(range(1, len(code) + 1)), "run make outputs"
+    assert not any(cell.metadata for cell in notebook.cells)
+    outputs = [output for cell in code for output in cell.outputs]
+    assert all(output.output_type != "error" for output in outputs)
     texts = ("text/plain", "text/markdown")
     data = [output.get("data", {}).get(kind, "") for output in outputs for kind in texts]
     streams = [output.text for output in outputs if output.output_type == "stream"]
@@ -87,10 +81,12 @@ def test_a_notebook_runs_and_draws(name, installed, tmp_path, monkeypatch):
     assert len(pictures) == figures
     for picture in pictures:
         assert has_drawing(picture)
+    said = [{**each, "data": {**each.get("data", {}), "image/png": ""}} for each in outputs]
+    assert not re.search(r"/work/|/tmp/|/root/|/home/|site-packages|widget", json.dumps(said))
 
 
 def has_drawing(picture: str) -> bool:
-    """Whether a picture has more than a frame and its words: lines or areas in colour."""
+    """Whether a picture has coloured lines or areas beside its frame and text."""
     from matplotlib import image
 
     pixels = image.imread(io.BytesIO(base64.b64decode(picture)), format="png")[..., :3]
@@ -98,7 +94,7 @@ def has_drawing(picture: str) -> bool:
 
 
 @pytest.mark.release
-def test_a_frame_alone_is_no_drawing():
+def test_control_empty_frame_is_no_drawing():
     from matplotlib.figure import Figure
 
     def drawn(*points):
@@ -115,58 +111,112 @@ def test_a_frame_alone_is_no_drawing():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script_and_notebook_say_the_same_and_carry_no_outputs(path):
-    assert path.stem in RUNS
+def test_script_equals_executed_notebook(path):
     notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     script = jupytext.read(path)
     cells, same = (
         [(cell.cell_type, cell.source) for cell in each.cells] for each in (notebook, script)
     )
     assert cells == same, "run make notebooks"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    check_outputs(path.stem, notebook)
+    assert not notebook.metadata.keys() - {"jupytext", "kernelspec"}
+    assert path.with_suffix(".ipynb").stat().st_size < 1.5e6
     address = f"https://colab.research.google.com/github{SOURCE.removeprefix('https://github.com')}"
     assert f"({address}/blob/main/colab/{path.stem}.ipynb)" in notebook.cells[0].source
     assert f'SOURCE = "{SOURCE}"' in notebook.cells[1].source
 
 
-def test_the_first_cell_is_the_same_everywhere():
+def test_first_cells_are_equal():
     assert len({jupytext.read(path).cells[1].source for path in SCRIPTS}) == 1
 
 
 @pytest.mark.parametrize(
-    ("card", "tpu", "folder", "expected"),
+    ("card", "tpu", "folder", "uploaded", "expected", "models"),
     [
-        (False, False, "empty", f"dms-jax[plots] @ git+{SOURCE}"),
-        (True, False, "empty", f"dms-jax[plots,cuda] @ git+{SOURCE}"),
-        (False, True, "empty", f"dms-jax[plots,tpu] @ git+{SOURCE}"),
-        (False, False, "checkout/colab", "checkout[plots]"),
+        (False, False, "empty", (), f"dms-jax[plots] @ git+{SOURCE}", None),
+        (True, False, "empty", (), f"dms-jax[plots,cuda] @ git+{SOURCE}", None),
+        (False, True, "empty", (), f"dms-jax[plots,tpu] @ git+{SOURCE}", None),
+        (False, False, "checkout/colab", (), "{}/checkout[plots]", "checkout"),
+        (False, False, "empty", (WHEEL,), f"{{}}/empty/{WHEEL}[plots]", None),
+        (True, False, "empty", (ZIP,), f"{{}}/{UNPACKED}[plots,cuda]", UNPACKED),
+        (False, False, "empty", (WHEEL, ZIP), f"{{}}/empty/{WHEEL}[plots]", UNPACKED),
     ],
 )
-def test_the_first_cell_installs_what_the_runtime_needs(
-    card, tpu, folder, expected, tmp_path, monkeypatch
+def test_first_cell_installs_extras_of_runtime(
+    card, tpu, folder, uploaded, expected, models, tmp_path, monkeypatch
 ):
     where = tmp_path / folder
     where.mkdir(parents=True)
     package = tmp_path / "checkout" / "dms_jax"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
+    (package.parent / "pyproject.toml").touch()
+    if WHEEL in uploaded:
+        (where / WHEEL).touch()
+    if ZIP in uploaded:
+        with zipfile.ZipFile(where / ZIP, "w") as file:
+            file.writestr("dms_jax-main/pyproject.toml", "")
+            file.writestr("dms_jax-main/dms_jax/__init__.py", "")
+    (call,) = run_first_cell(where, monkeypatch, card=card, tpu="v5litepod-1" if tpu else "")
+    assert call == ["-m", "pip", "install", "-q", expected.format(tmp_path), "ipywidgets"]
+    assets = None if models is None else str(tmp_path / models / "dms_jax" / "assets")
+    assert os.environ.get("DMS_JAX_ASSETS") == assets
+
+
+@pytest.mark.parametrize(
+    ("uploaded", "says"),
+    [
+        ((), ["git archive -o dms_jax.zip HEAD", "upload it to {} and run this cell again."]),
+        ((WHEEL,), [f"pip cannot install {{}}/{WHEEL}[plots]:\nno network"]),
+    ],
+)
+def test_where_pip_fails_the_first_cell_says_what_to_do_instead(
+    uploaded, says, tmp_path, monkeypatch
+):
+    for name in uploaded:
+        (tmp_path / name).touch()
+    with pytest.raises(Exception, match="pip cannot install") as stopped:
+        run_first_cell(tmp_path, monkeypatch, error="no network")
+    (shown,) = stopped.value._render_traceback_()  # what IPython prints in place of a traceback
+    assert all(part.format(tmp_path) in shown for part in says)
+
+
+def run_first_cell(
+    where, monkeypatch, *, card: bool = False, tpu: str = "", error: str = ""
+) -> list[list[str]]:
+    """Runs it as if nothing were installed; returns what it would have called Python with.
+
+    Args:
+      where: the working directory.
+      monkeypatch: pytest's.
+      card: whether there is an NVIDIA card.
+      tpu: which TPU there is; "" for none.
+      error: with which pip fails; "" for success.
+    """
     monkeypatch.chdir(where)
-    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
-    if tpu:
-        monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", tpu)
+    # Set and deleted, so that what the cell sets is undone too.
+    for name in ("DMS_JAX_ASSETS", "GIT_TERMINAL_PROMPT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     calls = []
+
+    def pip(call, **options):
+        calls.append(call[1:])
+        return types.SimpleNamespace(returncode=int(bool(error)), stderr=error)
+
     fakes = {
+        "__name__": "first_cell",
         "importlib": types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda name: None)),
         "os": os,
         "pathlib": pathlib,
-        "shutil": types.SimpleNamespace(which=lambda name: "/usr/bin/nvidia-smi" if card else None),
-        "subprocess": types.SimpleNamespace(run=lambda call, check: calls.append(call)),
+        "shutil": types.SimpleNamespace(
+            which=lambda name: "/usr/bin/nvidia-smi" if card else None,
+            unpack_archive=shutil.unpack_archive,
+        ),
+        "subprocess": types.SimpleNamespace(run=pip),
         "sys": sys,
     }
     source = jupytext.read(SCRIPTS[0]).cells[1].source.partition("\nimport jax\n")[0]
     exec(re.sub(r"(?m)^import .*$", "", source), fakes)
-    (call,) = calls
-    assert call[1:5] == ["-m", "pip", "install", "-q"]
-    assert call[5] == (str(tmp_path / expected) if "checkout" in expected else expected)
-    assert call[6:] == ["ipywidgets"]
+    return calls

@@ -1,4 +1,4 @@
-"""The model of these tests, and programs that compute nothing."""
+"""The model of these tests, and fake programs."""
 
 import pytest
 
@@ -6,14 +6,14 @@ import pytest
 @pytest.fixture(scope="session")
 def stories():
     """The small model that ships."""
-    import dms_jax  # not above: tests/conftest.py sets jax up first
+    import dms_jax  # after tests/conftest.py has set up jax
 
     return dms_jax.load(dms_jax.assets.path("stories260k"))
 
 
 @pytest.fixture
 def fakes():
-    """Replaces programs by fakes: what a command prints does not depend on the words."""
+    """Replaces programs by fakes: a command's output format does not depend on the words."""
     from tests.support.fake_programs import faked
 
     with faked():
@@ -22,7 +22,7 @@ def fakes():
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Replaces scoring by arithmetic: each dropped token costs a sixteenth of a nat a token.
+    """Replaces scoring by arithmetic: each evicted token costs a sixteenth of a nat a token.
 
     A row keeps the budget of its policy, and windows differ by an eighth of a nat.
     """
@@ -33,7 +33,7 @@ def scored(monkeypatch):
     import dms_jax
     from dms_jax.cache.accounting import Usage
 
-    def score_tokens(model, windows, policy, serving):
+    def score_tokens(model, windows, policy, serving, on_done=lambda: None):
         scores = []
         for number, window in enumerate(windows):
             tokens = len(window) - 1
@@ -52,8 +52,9 @@ def scored(monkeypatch):
             )
             nats = 1.5 + number / 8 + (tokens - live) / 16
             scores.append(dms_jax.generation.Score(np.full(tokens, -nats, np.float32), usage))
+            on_done()
         return scores
 
-    # The function of the package has the name of the module.
+    # The package exports a function with the name of the module.
     module = sys.modules["dms_jax.evaluation.perplexity"]
     monkeypatch.setattr(module, "score_tokens", score_tokens)

@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 class Loaded(Exception):
-    """What a command asked to be loaded."""
+    """The arguments with which a command loads."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def record(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("adapter", ["a", SHIPPED])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_adapter_is_loaded_with_the_model(command, adapter):
+def test_adapter_is_loaded_with_the_model(command, adapter):
     with pytest.raises(Loaded) as loaded:
         main([*COMMANDS[command], "--model", "m.gguf", "--adapter", adapter])
     path = dms_jax.assets.path(adapter) if adapter == SHIPPED else adapter
@@ -44,7 +44,7 @@ def test_the_shipped_adapter_is_small():
     assert sum(file.stat().st_size for file in kept.directory.iterdir()) < 2_000_000
 
 
-def test_a_model_short_of_its_ratio_is_a_warning(tmp_path, capsys):
+def test_ratio_below_target_warns(tmp_path, capsys):
     short = {"target_ratio": 4.0, "evicted": 0.5, "skipped": False}
     (tmp_path / "log.jsonl").write_text(json.dumps(short) + "\n")
     with pytest.raises(Loaded):

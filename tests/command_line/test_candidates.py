@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax import assets
+from dms_jax import assets, terminal
 from dms_jax.command_line import evaluate
 from dms_jax.command_line.candidates import change, gave_up, observed, read_candidates, table
 from dms_jax.evaluation import ChoiceResult, Measured
@@ -20,7 +20,7 @@ def candidates(*texts, model="stories260k", adapter=None):
     return read_candidates(texts, model=model, adapter=adapter)
 
 
-def test_reading_candidates():
+def test_candidates_are_parsed():
     plain, tova, few, named = candidates(
         "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"
     )
@@ -43,7 +43,8 @@ def test_a_bare_name_is_the_checkpoints_own_policy(stories):
 
 
 @pytest.mark.usefixtures("scored")
-def test_policies_predict_the_same_text(tmp_path, capsys):
+def test_policies_predict_the_same_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     config = evaluate.Config(
         model="stories260k",
         task="text",
@@ -57,11 +58,13 @@ def test_policies_predict_the_same_text(tmp_path, capsys):
     assert [row["name"] for row in rows] == ["Vanilla", "TOVA,budget=4", "Vanilla,int4"]
     assert rows[0]["loss"][0] == pytest.approx(1.625)
     assert rows[0]["change"] == [0, 0]
-    # Four of eight tokens are gone in every window: the windows differ, their differences do not.
+    # Four of eight tokens are evicted in every window: losses differ by window, paired differences
+    # do not.
     assert rows[1]["change"] == [pytest.approx(0.25), pytest.approx(0, abs=1e-6)]
     assert rows[1]["loss"][1] > 0.01
     assert rows[2]["cache_bytes"] == rows[0]["cache_bytes"] / 4
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert told.count("Windows: 3 of 3\n") == len(rows)
     assert "+0.2500 ±0.0000" in shown
     assert "reads/token" in shown
 
@@ -129,7 +132,7 @@ def failing(monkeypatch, errors):
     return evaluate.Config(model="stories260k", task="text", policies=policies), ran
 
 
-def test_a_failed_policy_is_named_and_the_others_run(tmp_path, capsys, monkeypatch):
+def test_failed_policy_is_named_and_others_run(tmp_path, capsys, monkeypatch):
     error = NotImplementedError("the kernel does not serve this")
     config, _ = failing(monkeypatch, {"H2O": error})
     out = tmp_path / "text.json"
@@ -139,7 +142,7 @@ def test_a_failed_policy_is_named_and_the_others_run(tmp_path, capsys, monkeypat
     assert rows[-1] == {"name": "H2O", "failed": str(error)}
 
 
-def test_a_lost_device_or_a_failed_first_row_ends_it(monkeypatch):
+def test_lost_device_or_failed_baseline_ends_the_run(monkeypatch):
     lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
     assert gave_up(lost)
     assert not gave_up(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))

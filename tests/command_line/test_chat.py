@@ -30,7 +30,7 @@ def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
         assert f"{turn.usage.live_tokens:,.0f} live tokens" in shown
 
 
-def test_messages_go_through_the_template(monkeypatch):
+def test_template_formats_messages(monkeypatch):
     said = []
     nothing = Usage(**{field.name: field.type(0) for field in dataclasses.fields(Usage)})
 
@@ -86,7 +86,7 @@ def test_wrong_settings_are_refused_before_a_line_is_read(wrong, stories, monkey
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_shown_and_then_dropped(form, monkeypatch, capsys):
+def test_reasoning_is_shown_then_dropped(form, monkeypatch, capsys):
     model = thinking_model(form)
     read, texts = [], iter([ANSWERS[form], ANSWERS[form].replace("4", "6"), "No."])
 
@@ -114,7 +114,7 @@ def test_thoughts_are_shown_and_then_dropped(form, monkeypatch, capsys):
     assert "channel" not in shown
     assert "think" not in shown
 
-    # What the model reads: the conversation as its template has it, then the answer.
+    # The model reads the conversation in its template, then the answer.
     messages = [{"role": "system", "content": "Be brief."}]
     for line, number, answer in zip(("One?", "Two?", "Three?"), "46 ", read, strict=True):
         messages.append({"role": "user", "content": line})

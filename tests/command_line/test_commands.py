@@ -20,7 +20,7 @@ from dms_jax.errors import EngineFailedError
 from dms_jax.policies import POLICIES
 from tests.support.tree import ROOT
 
-# What a command wants before its options: one of its starting points.
+# The preset that a command needs before its options.
 FIRST = {"retrofit": ["stories260k"]}
 
 
@@ -34,7 +34,7 @@ def typed(name, *options):
 
 
 def settings_of(name):
-    """Returns the settings of a command's starting points, or their dataclass."""
+    """Returns the settings of a command's presets, or their dataclass."""
     module = module_of(name)
     presets = getattr(module, "PRESETS", {})
     return [config for _, config in presets.values()] or [module.Config]
@@ -54,8 +54,8 @@ def test_the_list_of_commands(capsys):
     assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
 
 
-def test_it_runs_as_a_module_too():
-    """The only process that these tests start."""
+def test_python_m_runs_the_command():
+    """The only test here that starts a process."""
     done = subprocess.run(
         [sys.executable, "-m", "dms_jax.command_line", "--version"],
         cwd=ROOT,
@@ -79,7 +79,7 @@ def test_it_runs_as_a_module_too():
         (dms_jax.OtherProcessError, 1),
     ],
 )
-def test_status_tells_a_wrong_call_from_a_failed_run(error, status, capsys):
+def test_wrong_call_exits_2_and_failed_run_1(error, status, capsys):
     def fail():
         raise error("Why it ended.")
 
@@ -87,7 +87,7 @@ def test_status_tells_a_wrong_call_from_a_failed_run(error, status, capsys):
     assert capsys.readouterr().err == f"{error.__name__}: Why it ended.\n"
 
 
-def test_status_of_what_ends_otherwise(capsys):
+def test_other_exit_statuses(capsys):
     def interrupt():
         raise KeyboardInterrupt("stopped after step 2")
 
@@ -95,12 +95,12 @@ def test_status_of_what_ends_otherwise(capsys):
     assert capsys.readouterr().err == "Stopped after step 2. Come again.\n"
     for result, status in ((None, 0), (0, 0), (3, 3), (["rows"], 0)):
         assert running.status_of(lambda result=result: result) == status
-    with pytest.raises(ZeroDivisionError):  # a bug is no wrong call
+    with pytest.raises(ZeroDivisionError):  # a bug is not a wrong call
         running.status_of(lambda: 1 / 0)
 
 
 def test_closed_output_is_no_error(monkeypatch, capsys):
-    """As of `dms-jax policies | head`; another pipe that breaks is an error."""
+    """Like `dms-jax policies | head`; any other broken pipe is an error."""
 
     def fail():
         raise BrokenPipeError("of a worker")
@@ -117,7 +117,7 @@ def test_closed_output_is_no_error(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_explains_every_option_and_others_exit_2(name, monkeypatch, capsys):
+def test_help_lists_options_and_unknown_ones_exit_2(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
         main(typed(name, "--help"))
@@ -156,7 +156,7 @@ def test_help_explains_every_option_and_others_exit_2(name, monkeypatch, capsys)
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_goes_to_runs_and_unwritable_output_exits_2(name, capsys, tmp_path):
-    """A folder cannot be made below a file."""
+    """The parent of the output folder is a file."""
     for config in settings_of(name):
         for place in ("out", "save", "answers"):
             path = getattr(config, place, None)
@@ -168,7 +168,7 @@ def test_output_goes_to_runs_and_unwritable_output_exits_2(name, capsys, tmp_pat
     assert capsys.readouterr().err.startswith("ConfigError: --out")
 
 
-def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
+def test_retrofit_presets_are_listed(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     presets = module_of("retrofit").PRESETS
     assert {"custom", "stories260k", "self-taught"} < presets.keys()
@@ -197,8 +197,8 @@ def test_the_starting_points_of_a_retrofit_are_listed(monkeypatch, capsys):
         assert point in presets
 
 
-def test_options_without_a_starting_point_are_of_custom(monkeypatch, capsys):
-    """As someone types it who has not seen the names."""
+def test_options_without_preset_are_of_custom(monkeypatch, capsys):
+    """As typed by a user who does not know the presets."""
     retrofit = module_of("retrofit")
     begun = []
     monkeypatch.setattr(retrofit, "main", begun.append)
@@ -215,7 +215,7 @@ def test_options_without_a_starting_point_are_of_custom(monkeypatch, capsys):
     last = said.splitlines()[-1]
     assert last.startswith("Without a starting point it is custom; there are custom, stories260k")
     assert "self-taught" in last
-    with pytest.raises(SystemExit):  # who named one is told of its options alone
+    with pytest.raises(SystemExit):  # with a preset the help shows only its options
         main(["retrofit", "custom", "--mode", "m"])
     said = capsys.readouterr().err
     assert "Without a starting point" not in said
@@ -273,12 +273,12 @@ def test_a_policy_is_explained(capsys):
         ),
     ],
 )
-def test_how_a_policy_takes_a_prompt(policy, prompts):
+def test_policies_state_their_prefill(policy, prompts):
     assert policy_options.prompts(policy) == prompts
 
 
 def test_models_outside_the_wheel_are_fetched_on_use(capsys, tmp_path, monkeypatch):
-    fetching.listed()  # is read before the files go
+    fetching.listed()  # is read before the files are removed
     monkeypatch.setattr(fetching, "OWN", tmp_path / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fetching, "address", lambda: str(ROOT / "dms_jax" / "assets"))
@@ -290,7 +290,7 @@ def test_models_outside_the_wheel_are_fetched_on_use(capsys, tmp_path, monkeypat
     assert capsys.readouterr().err == ""
 
 
-def test_a_report_has_the_command_without_its_paths(monkeypatch):
+def test_report_has_command_without_paths(monkeypatch):
     arguments = ["--out", "/home/me/runs", "--only", "TOVA", "DMS (drawn)", "--save=/home/me/x"]
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/dms-jax", "hyperscale", *arguments])
     told = running.command(without=("--out", "--save"))
@@ -303,6 +303,12 @@ SLIPS = {
     "generate Hi --policy TOVA --options budget": "--options takes name=value",
     "generate Hi --policy TOVA --options {budget:8}": "is not a JSON object",
     "generate Hi --options budget=8": "name it with --policy",
+    "generate Hi --max-new-tokens 0": "ConfigError: --max-new-tokens must be a whole number",
+    "generate Hi --page-size 0": "ConfigError: --page-size must be a whole number of at least 1",
+    "generate Hi --memory-gb 0": "--memory-gb must be a finite number above 0, got 0.0.",
+    "generate Hi --seed -1": "at least 0 and at most 4,294,967,295, got -1.",
+    "generate Hi --policy TOVA --options budget=abc": "got 'abc'; Vanilla keeps everything.",
+    "generate Hi --data-shards 99": "--data-shards 99 takes 99 devices; there are 8.",
     "generate Hi --samples 0": "--samples must be at least 1",
     "generate Hi --file absent.txt": "absent.txt cannot be read",
     "generate": "There is no prompt",
@@ -322,26 +328,61 @@ SLIPS = {
     "evaluate --policies TOVA --policy H2O": "leave out --policy",
     "evaluate --task text --chains 2": "--chains is for tasks that are answered in words",
     "evaluate --task text --task-options size=4": "--task-options size: there are path, window",
-    "evaluate --temperature -1": "temperature",
+    "evaluate --task text --problems 5": "text is predicted token by token",
+    "evaluate --temperature -1": "ConfigError: --temperature must be a finite number of at least",
     "evaluate --task needle --lanes 0": "lanes",
     "hyperscale --systems TOVa,ratio=4": "Unknown cache policy 'TOVa' (did you mean TOVA?)",
     "hyperscale --systems TOVA,budget": "--systems takes name=value",
+    "hyperscale --systems TOVA,ratio=abc": "--systems: ratio must be a finite number of at lea",
     "hyperscale --temperatures -1": "temperature",
+    "evaluate --chains 0": "--chains must be",
+    "evaluate --problems 0": "--problems must be",
+    "evaluate --seed -1": "--seed must be",
+    "evaluate --task gsm8k --task-options path=no.jsonl": "no.jsonl cannot be read: No such file",
+    "evaluate --task piqa --task-options path=no.jsonl": "no.jsonl cannot be read: No such file",
+    "evaluate --task text --task-options path=no.txt": "no.txt cannot be read: No such file",
+    "evaluate --task text --task-options window=0": "window must be",
+    "hyperscale --chains 3 0": "--chains must be",
+    "hyperscale --lengths 0": "--lengths must be",
+    "hyperscale --problems 0": "--problems must be",
+    "hyperscale --systems Vanilla TOVa": "Unknown cache policy 'TOVa'",
+    "hyperscale --task gsm8k --task-options path=no.jsonl": "no.jsonl cannot be read: No such file",
+    "retrofit self-taught-stories260k --held-out 9999999": "leaves none to train on.",
+    "retrofit self-taught-stories260k --keep correct": "--keep correct needs a judge",
+    "retrofit self-taught --prompts no.jsonl": "no.jsonl cannot be read: No such file",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "generate Hi": "there is no directory or file /",
 }
 
 
 @pytest.mark.parametrize("typed", SLIPS)
-def test_options_are_read_before_the_model(typed, capsys, tmp_path, monkeypatch):
-    """A real model takes minutes to load. No hub is asked for ./nowhere, which is a path."""
+def test_options_are_checked_before_loading_the_model(typed, capsys, tmp_path, monkeypatch):
+    """Loading a real model takes minutes. ./nowhere is a path, so no hub is asked."""
     monkeypatch.chdir(tmp_path)
     assert main([*typed.split(), "--model", "./nowhere"]) == 2
     assert SLIPS[typed] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("retrofit stories260k --policy TOVA", "no 'TOVA'; there are DMS, DMC, FixedPooling."),
+        ("retrofit stories260k --policy TOVA", "Policies such as TOVA need no training."),
+        ("plan --policy None", "no 'None'; there are DMS, DMC, FixedPooling."),
+        ("generate Hi --kv-dtype int8", "no 'int8'; there are float8_e4m3, int4."),
+        ("hyperscale --split all", "no 'all'; there are "),
+    ],
+)
+def test_a_wrong_choice_is_told_the_right_ones(typed, told, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as end:
+        main(typed.split())
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_a_report_replaces_files_alone(tmp_path):
+def test_report_replaces_only_regular_files(tmp_path):
     """Otherwise root's --out /dev/null would replace the device by a file."""
     pipe = tmp_path / "null"
     os.mkfifo(pipe)
@@ -350,6 +391,23 @@ def test_a_report_replaces_files_alone(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="a folder has this name"):
         reports.make_place("--out", tmp_path)
     reports.make_place("--out", tmp_path / "new" / "figures.json")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self").exists(), reason="no /proc")
+@pytest.mark.parametrize("typed", ["evaluate --out /proc/x.json", "hyperscale --out /proc"])
+def test_a_folder_that_takes_no_file_is_refused_before_the_work(typed, capsys):
+    assert main([*typed.split(), "--task", "none"]) == 2  # which would be the next error
+    assert re.match(r"ConfigError: --out /proc: .+\.\n", capsys.readouterr().err)
+
+
+def test_a_report_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
+    (tmp_path / "figures.json").mkdir()
+    with pytest.raises(dms_jax.ConfigError, match=r"figures\.json cannot be written: Is a dir"):
+        reports.write_json(tmp_path / "figures.json", {})
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
+    with pytest.raises(dms_jax.ConfigError, match="cannot be written: No such file"):
+        reports.write_text(tmp_path / "absent" / "table.md", "")
 
 
 @pytest.mark.parametrize(
@@ -365,7 +423,7 @@ def test_a_report_replaces_files_alone(tmp_path):
         ),
     ],
 )
-def test_misspelt_names_of_what_ships_are_corrected(typed, meant, capsys, tmp_path, monkeypatch):
+def test_misspelt_asset_names_are_corrected(typed, meant, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "Hi", *typed.split()]) == 2
     assert f"ConfigError: {meant}" in capsys.readouterr().err

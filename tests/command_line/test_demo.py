@@ -28,13 +28,32 @@ def ran(monkeypatch):
         (["--only", "quickstart", "--quickstart.sequences", "9"], [("quickstart", 9)]),
     ],
 )
-def test_parts_by_name(arguments, expected, ran):
+def test_parts_are_selected_by_name(arguments, expected, ran):
     assert run(demo.main, demo.Config, description="", arguments=arguments) == 0
     assert ran == expected
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--quickstart.ratio", "0.5", "--quickstart.ratio must be a finite number of at least 4"),
+        ("--quickstart.window", "-1", "window must be"),
+        ("--quickstart.steps-per-ratio", "0", "--quickstart.steps-per-ratio must be"),
+        ("--quickstart.seed", "-1", "--quickstart.seed must be"),
+        ("--solve.problems", "0", "--solve.problems must be"),
+        ("--solve.temperature", "-1", "temperature must be"),
+        ("--solve.seed", "-1", "--solve.seed must be"),
+    ],
+)
+def test_settings_of_both_parts_are_checked_first(option, value, said, ran, capsys):
+    """A ratio was refused after the first part of two, and the second part's after minutes."""
+    assert run(demo.main, demo.Config, description="", arguments=[option, value]) == 2
+    assert not ran
+    assert said in capsys.readouterr().err
+
+
 def test_only_the_first_part_runs_offline(ran, monkeypatch, capsys):
-    """It was an error, after two minutes in which the first part had gone well."""
+    """It used to fail after two minutes, when the first part had succeeded."""
 
     def offline(name):
         raise dms_jax.DataError(f"{name} cannot be fetched")

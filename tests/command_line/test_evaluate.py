@@ -1,4 +1,4 @@
-"""`dms-jax evaluate`: what it prints and writes, and its errors."""
+"""`dms-jax evaluate`: output, files and errors."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import dms_jax
-from dms_jax import assets
+from dms_jax import assets, terminal
 from dms_jax.command_line import evaluate, hyperscale, options
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
 from dms_jax.evaluation import Chat
@@ -54,7 +54,25 @@ def test_out_holds_figures_and_provenance(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_tasks_on_files(tmp_path, capsys):
+def test_several_devices_give_the_result_of_one(tmp_path):
+    tale = tmp_path / "tale.txt"
+    tale.write_text("Once upon a time there was a cat. " * 20)
+    answers = dict(task="linear", problems=4, temperature=0.0, max_new_tokens=8)
+    loss = dict(task="text", task_options=(f"path={tale}", "window=48"))
+    for task in (answers, loss):
+        quick = dict(model=MODEL, policy="StreamingLLM", options=("budget=16",), page_size=16)
+        alone, spread = (
+            evaluate.main(evaluate.Config(**quick, **task, **shards, lanes=4))
+            for shards in ({}, dict(data_shards=2, model_shards=2))
+        )
+        if task is loss:
+            assert spread.nats == pytest.approx(alone.nats, rel=1e-5)
+        else:
+            assert spread.completions == alone.completions
+
+
+@pytest.mark.nightly
+def test_tasks_on_files(tmp_path, capsys, monkeypatch):
     gpqa, piqa = text(tmp_path / "q.csv", GPQA_CSV), lines(tmp_path / "p.jsonl", PIQA)
     small = dict(model=MODEL, page_size=16, lanes=4)
     config = evaluate.Config(
@@ -67,10 +85,13 @@ def test_tasks_on_files(tmp_path, capsys):
     assert len(evaluate.main(config).scores) == 2
     assert "| gpqa |" in (tmp_path / "answers/table.md").read_text()
     out = tmp_path / "piqa.json"
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     config = evaluate.Config(task="piqa", task_options=(f"path={piqa}",), out=out, **small)
     result = evaluate.main(config)
     assert json.loads(out.read_text())["acc"][0] == result.accuracy.value
-    assert "piqa, 1 questions: acc" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "piqa, 1 questions: acc" in printed.out
+    assert "Options: 2 of 2\n" in printed.err
     for name in ("gpqa", "piqa"):
         with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
             evaluate.main(evaluate.Config(task=name, **small))
@@ -92,7 +113,7 @@ def test_tasks_on_files(tmp_path, capsys):
         (dict(task="piqa", answers=pathlib.Path("a")), "--answers is for tasks that are answered"),
     ],
 )
-def test_options_that_a_task_does_not_use_are_refused(given, message):
+def test_unused_task_options_are_refused(given, message):
     with pytest.raises(dms_jax.ConfigError, match=message):
         evaluate.main(evaluate.Config(model=MODEL, **given))
 
@@ -142,7 +163,7 @@ def test_programming_tasks_by_name(tmp_path, capsys):
     assert "| humaneval |" in capsys.readouterr().out
 
 
-def test_rulers_tasks_by_name(tmp_path):
+def test_ruler_tasks_by_name(tmp_path):
     squad = text(tmp_path / "dev.json", "{}")
     names = [task.name for task in options.read_tasks("ruler", ["length=900", f"squad={squad}"])]
     assert names == list(RULER_TASKS[:12])

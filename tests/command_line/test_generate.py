@@ -1,6 +1,7 @@
-"""`dms-jax generate`: what it shows, and its errors."""
+"""`dms-jax generate`: output and errors."""
 
 import dataclasses
+import functools
 import io
 import re
 import types
@@ -26,17 +27,19 @@ def call(arguments: list[str]) -> int:
 
 
 def test_one_answer_and_its_usage(capsys):
-    """With the programs of the library: the words are the model's."""
+    """With real programs: the words are the model's."""
     assert call(["Once upon a time", *QUICK]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("Once upon a time\n, there was a")
+    assert shown.startswith("Once upon a time, there was a")
+    assert "tokens a second" not in shown  # of a time that is compilation's
+    assert "held" not in shown  # where it is what the peak is
     assert "Vanilla" in shown
     assert "length" in shown
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
-    """Wrapped lines would have breaks that the model did not write."""
+def test_file_gets_unwrapped_text(monkeypatch, capsys):
+    """Wrapping would add line breaks that the model did not write."""
     monkeypatch.setenv("COLUMNS", "20")
     prompt = "Once upon a time, there was a girl and a boy and"
     quick = dict(max_new_tokens=12, temperature=0.0, page_size=16, chunk=8)
@@ -45,12 +48,12 @@ def test_a_file_gets_the_text_as_it_is(monkeypatch, capsys):
         shown = capsys.readouterr().out
         assert len(texts[0]) > 20
         assert all(
-            f"{prompt}\n{text}\n" in shown for prompt, text in zip(prompts, texts, strict=True)
+            f"{prompt}{text}\n" in shown for prompt, text in zip(prompts, texts, strict=True)
         )
 
 
 @pytest.mark.nightly
-def test_several_devices_write_the_text_of_one():
+def test_several_devices_print_the_text_of_one():
     prompts = ("Once upon a time", "The cat", "Lily and Tom")
     quick = dict(prompts=prompts, max_new_tokens=12, temperature=0.0, page_size=16, chunk=8)
     alone = generate.main(generate.Config(**quick)).texts
@@ -59,28 +62,39 @@ def test_several_devices_write_the_text_of_one():
 
 def test_more_shards_than_devices_are_refused(capsys):
     assert call(["Once", "--data-shards", "5", "--model-shards", "2"]) == 2
-    assert "A mesh of 5 x 2 takes 10 devices; there are 8." in " ".join(
+    assert "--data-shards 5 x --model-shards 2 takes 10 devices; there are 8." in " ".join(
         capsys.readouterr().err.split()
     )
 
 
+@pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_prompt_is_shown_as_it_is(terminal):
+def test_prompt_is_shown_unchanged(terminal, continues):
     out, prompt = io.StringIO(), "a :dog: in [bold]"
     console = Console(file=out, force_terminal=terminal, color_system=None)
-    screen = generate.Screen(console, [prompt], [PLAIN])
-    assert out.getvalue() == ""  # what is refused is refused before there is an answer
+    screen = generate.Screen(console, [prompt], [PLAIN], continues=continues)
+    assert out.getvalue() == ""  # refused before there is an answer
     screen(Update(0, [1], " and", finished=False))
     screen(Update(0, [2], " so", finished=True))
-    assert out.getvalue() == f"{prompt}\n and so\n"
+    between = "" if continues else "\n"
+    assert out.getvalue() == f"{prompt}{between} and so\n"
+
+
+def test_an_answer_goes_on_in_the_last_line_of_its_prompt():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system=None, width=12)
+    screen = generate.Screen(console, ["Once upon a "], [PLAIN], continues=True)
+    screen(Update(0, [1], "time there was", finished=True))
+    assert out.getvalue() == "Once upon a \ntime there\nwas\n"
+    screen = generate.Screen(console, ["Once upon"], [PLAIN], continues=True)
+    screen(Update(0, [1], " a time", finished=True))
+    assert out.getvalue().endswith("was\nOnce upon a\ntime\n")
 
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
 @pytest.mark.parametrize("prompts", [("Why?",), ("Why?", "How?")], ids=len)
-def test_thoughts_are_dimmed_on_a_terminal_and_left_out_of_files(
-    form, prompts, monkeypatch, capsys
-):
+def test_reasoning_is_dimmed_on_terminal_and_absent_from_files(form, prompts, monkeypatch, capsys):
     model, answer = thinking_model(form), dms_jax.generate
 
     def forced(model, prompts, *, sampling, **options):
@@ -103,16 +117,16 @@ def test_thoughts_are_dimmed_on_a_terminal_and_left_out_of_files(
     written = re.sub(r"\x1b\[\d+m", "", shown)
     assert all(f"{prompt}\n{THOUGHT}\n{SAID}\n" in written for prompt in prompts)
 
-    text = "Plain.\n"  # an answer is not changed where the model did not think
+    text = "Plain.\n"  # an answer without reasoning is unchanged
     generate.main(config)
     assert f"{prompts[0]}\nPlain.\n\n" in capsys.readouterr().out
 
-    text = ANSWERS[form]  # and markers are the model's own text where nothing told it a form
+    text = ANSWERS[form]  # without a template, markers are ordinary text
     generate.main(dataclasses.replace(config, chat=False, plain=True))
     assert THOUGHT in capsys.readouterr().out
 
 
-def test_a_prompt_is_a_message_where_there_is_a_template(capsys):
+def test_prompt_is_a_message_if_there_is_a_template(capsys):
     def read(**given):
         config = generate.Config(prompts=("Hi",), **given)
         return generate.as_prompts(config, ["Hi"], model)
@@ -129,7 +143,7 @@ def test_a_prompt_is_a_message_where_there_is_a_template(capsys):
     assert read() == ["Hi"]
 
 
-def test_options_of_a_policy_that_are_left_out_are_the_checkpoints():
+def test_policy_options_default_to_the_checkpoints():
     given = ("window=16", "source=adapter", "alpha_offset=2.5")
     assert read_policy("DMS", given) == dms_jax.DMS(16, "adapter", alpha_offset=2.5)
     assert read_policy("DMS", ['{"window": 16, "shift": 0}']) == dms_jax.DMS(window=16, shift=0)
@@ -152,6 +166,7 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
     assert shown.count("Lily and Tom") == 2
     assert "One [bold]day" in shown
     assert "all" in shown
+    assert "held" in shown
 
 
 @pytest.mark.parametrize(
@@ -159,14 +174,17 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
     [
         (["a", "--model", "not/a/path/at/all"], "it is not a hub id"),
         (["a", "--policy", "DMS"], "dms-jax retrofit"),
-        (["a", "--memory-gb", "0.000001"], "Give it more memory"),
+        (
+            ["a", "--memory-gb", "0.000001"],
+            "Give it more memory (--memory-gb), a smaller --page-size",
+        ),
         (["Once " * 600], "601 tokens do not fit"),
         (["a", "--chat"], "no chat template"),
         (["a", "--template", "x=1"], "This model has no chat template"),
         ([""], "empty string"),
     ],
 )
-def test_what_the_model_refuses_is_one_line(arguments, says, capsys):
+def test_model_errors_are_one_line(arguments, says, capsys):
     assert call(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -184,7 +202,9 @@ def test_options_are_refused_before_a_model_is_loaded(command, wrong, monkeypatc
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(command.Config, "load", load)
-    main = serve.make_service if command is serve else command.main
+    main = command.main
+    if command is serve:
+        main = functools.partial(serve.make_service, console=Console())
     given = {"prompts": ("Once",)} if command is generate else {}
     with pytest.raises(dms_jax.ConfigError, match="must be"):
         main(command.Config(**given, **wrong))
@@ -201,7 +221,7 @@ def test_options_are_refused_before_a_model_is_loaded(command, wrong, monkeypatc
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("fakes")
-def test_a_policy_that_drops_nothing_says_so(policy, options, says, capsys):
+def test_policy_without_eviction_prints_a_note(policy, options, says, capsys):
     given = ["--options", *options] if options else []
     assert call(["Once upon a time", "--policy", policy, *given, *QUICK]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -211,8 +231,8 @@ def test_a_policy_that_drops_nothing_says_so(policy, options, says, capsys):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_warning_is_a_line_and_names_no_code(capsys):
-    """Answers that are longer than the model has positions for."""
+def test_warnings_are_one_line_without_code(capsys):
+    """Answers that exceed the model's positions."""
     assert call(["Once", *QUICK, "--max-new-tokens", "600"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("Warning: max_new_tokens=600 is more than the model's 512 positions")
@@ -220,7 +240,7 @@ def test_a_warning_is_a_line_and_names_no_code(capsys):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_the_kernel_named_is_that_of_the_pages(monkeypatch, capsys):
+def test_printed_kernel_serves_the_page_dtype(monkeypatch, capsys):
     """On a GPU without float8, or for 4 bits, the kernel of bfloat16 pages serves nothing."""
     asked, answer = [], dms_jax.generate
 

@@ -1,4 +1,4 @@
-"""--help fills the lines of a terminal and exceeds none."""
+"""--help fills the lines of a terminal and never exceeds the width."""
 
 import dataclasses
 import itertools
@@ -10,12 +10,12 @@ import tyro
 
 from dms_jax.command_line import help_texts, main, running
 
-WIDTH = 78  # of 80, where a captured output has no boxes
+WIDTH = 78  # 80 columns; captured output has no boxes
 
 
 @pytest.mark.parametrize("command", ["generate", "policies", "retrofit self-taught"])
-def test_lines_are_filled(command, monkeypatch, capsys):
-    """No line of an explanation ends where the next word would have had room."""
+def test_help_lines_are_filled(command, monkeypatch, capsys):
+    """No line of an explanation breaks before a word that still fits."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
@@ -35,7 +35,7 @@ def test_lines_are_filled(command, monkeypatch, capsys):
     assert not re.search(r"\{None|\[\[|\[STR \[|None takes|default: None|\(required", listed)
 
 
-def test_a_description_is_wrapped_and_its_commands_are_not():
+def test_descriptions_wrap_but_commands_do_not():
     text = """What it
 does.
 

@@ -17,7 +17,7 @@ def declared(stories):
     return dataclasses.replace(stories, policy=dms_jax.DMS(window=10, alpha_offset=0.0))
 
 
-def test_reading_systems(stories, declared):
+def test_systems_are_parsed(stories, declared):
     def load(name, adapter=None):
         return {"plain": stories, "mine": declared}[adapter or name]
 
@@ -26,7 +26,7 @@ def test_reading_systems(stories, declared):
     assert read("TOVA,compression_ratio=4,name=cut") == System(
         "cut", dms_jax.TOVA(compression_ratio=4), stories
     )
-    # What is left out is as the checkpoint has it.
+    # Omitted options are those of the checkpoint.
     assert read("DMS,model=mine,ratio=8") == System("DMS", declared.policy, declared, 8)
     assert read("TOVA,model=mine") == System("TOVA", dms_jax.TOVA(), declared)
     assert read("DMS,adapter=mine,ratio=8") == System("DMS", declared.policy, declared, 8)
@@ -37,8 +37,8 @@ def test_reading_systems(stories, declared):
         read("TOVA,4")
 
 
-def test_problems_are_asked_in_a_chat(monkeypatch):
-    """AIME, MATH-500 and GPQA mean nothing to a chat model outside of its template."""
+def test_chat_option_applies_the_template(monkeypatch):
+    """A chat model needs its template for AIME, MATH-500 and GPQA."""
     asked = {}
 
     def stop(model, tasks, systems, **options):

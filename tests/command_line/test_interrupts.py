@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command wherever it comes, and leaves the handlers as they were."""
+"""Ctrl-C ends a command at any point, and restores the previous handlers."""
 
 import gc
 import os
@@ -15,14 +15,14 @@ from dms_jax.command_line import running
 
 @pytest.fixture
 def ctrl_c(request):
-    """What Ctrl-C does; a shell has what it starts in the background ignore it."""
+    """Installs Python's SIGINT handler, because shells make background processes ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, request.param)
     yield request.param
     signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:
-    """Ctrl-C, whose exception is raised here."""
+    """Sends Ctrl-C, and raises its exception here."""
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(10)
 
@@ -61,7 +61,7 @@ def in_a_callback_of_the_collector():
     "where",
     [in_a_finalizer, in_a_callback_of_a_weak_reference, in_a_callback_of_the_collector],
 )
-def test_ctrl_c_is_not_lost_where_python_ignores_exceptions(where, ctrl_c, capsys):
+def test_ctrl_c_in_finalizer_or_gc_callback_is_not_lost(where, ctrl_c, capsys):
     hook = sys.unraisablehook
 
     def work(never=threading.Event()):
@@ -75,7 +75,7 @@ def test_ctrl_c_is_not_lost_where_python_ignores_exceptions(where, ctrl_c, capsy
 
 
 @pytest.mark.parametrize("ctrl_c", [signal.SIG_IGN, lambda number, frame: None], indirect=True)
-def test_a_foreign_handler_stays(ctrl_c):
+def test_foreign_signal_handler_stays(ctrl_c):
     def work():
         os.kill(os.getpid(), signal.SIGINT)
         return 3 if signal.getsignal(signal.SIGINT) is ctrl_c else 4
@@ -84,7 +84,7 @@ def test_a_foreign_handler_stays(ctrl_c):
     assert signal.getsignal(signal.SIGINT) is ctrl_c
 
 
-def test_other_ignored_errors_go_to_the_hook_before(monkeypatch):
+def test_other_unraisable_errors_go_to_the_previous_hook(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
 

@@ -33,14 +33,14 @@ def test_published_numbers_of_parameters():
         assert count == pytest.approx(published, rel=4e-3), name
 
 
-def test_the_retrofit_that_is_planned():
+def test_options_select_recipe_and_policy():
     config = plan.Config(paper_model="qwen-r1-7b", steps=110, trainable="all")
     assert config.make_recipe().total_steps(config.make_policy()) == 110
     assert config.make_policy() == dms_jax.DMS(window=16)
     assert config.make_recipe().remat == "auto"
 
 
-def test_a_shape_is_that_of_a_directory(tmp_path):
+def test_shape_may_come_from_a_directory(tmp_path):
     shape = plan.shape_of(str(assets.path("stories260k")))
     assert shape == dms_jax.load(assets.path("stories260k")).config
     assert plan.shape_of("stories260k") == shape
@@ -49,19 +49,32 @@ def test_a_shape_is_that_of_a_directory(tmp_path):
     gguf_files.convert(assets.path("stories260k"), tmp_path / "stories.gguf")
     found = plan.shape_of(str(tmp_path / "stories.gguf"))
     assert (found.hidden_size, found.num_layers) == (shape.hidden_size, shape.num_layers)
+    with pytest.raises(dms_jax.ConfigError, match=r"no config.json in it; a checkpoint directory"):
+        plan.shape_of(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(dms_jax.ConfigError, match=r"config\.json is not JSON"):
         plan.shape_of(str(tmp_path))
 
 
-def test_machines_are_checked_before_compiling(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(machine=("8xh200", "9xh900")), "There is no machine"),
+        (dict(machine=("8xh200", "9xh200"), model_shards=8), "9 devices, which `model_shards=8`"),
+        (dict(model_shards=0), "model_shards must be"),
+        (dict(sequence_shards=8, sequence_length=100, batch_size=1), "100 tokens cannot be split"),
+        (dict(batch_size=3), "a batch of 3 does not divide"),
+        (dict(sequence_length=10, options=("window=16",)), "No token leaves a window of 16"),
+    ],
+)
+def test_a_plan_is_checked_before_the_first_compiles(options, message, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **__: pytest.fail("compiled"))
-    with pytest.raises(dms_jax.ConfigError, match="There is no machine"):
-        plan.main(plan.Config(machine=("8xh200", "9xh900")))
-    assert not capsys.readouterr().out
+    with pytest.raises(dms_jax.ConfigError, match=message):
+        plan.main(plan.Config(**options))
+    assert capsys.readouterr() == ("", "")
 
 
-def test_a_file_of_plans(tmp_path, monkeypatch, capsys):
+def test_plans_are_written_to_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "plan", lambda *_, **options: planned())
     out = tmp_path / "figures" / "plans.json"
     plan.main(plan.Config(machine=("8xh200", "8xh200"), out=out))

@@ -16,7 +16,7 @@ from dms_jax.generation.requests import encode_prompts
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "experiments/docs/pages/index.md"
 README = pathlib.Path(dms_jax.__file__).parents[1] / "README.md"
-# As Qwen3's: thinking is the default, and without it the answer begins after empty thoughts.
+# Like Qwen3's: thinking is the default; without it the answer begins after an empty thought.
 TEMPLATE = """{%- for message in messages -%}
 <{{ message.role }}>{{ message.content }}</{{ message.role }}>
 {%- endfor -%}
@@ -41,7 +41,7 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A directory as nvidia/Qwen3-8B-DMS-8x is one: Qwen3's tensors and two fields of DMS."""
+    """A directory in the form of nvidia/Qwen3-8B-DMS-8x: Qwen3's tensors and two fields of DMS."""
     words = dms_jax.load(dms_jax.assets.path("stories260k")).tokenizer
     tokenizer = Tokenizer(words.backend, chat_template=TEMPLATE)
     model = dms_jax.initialize(ModelConfig.from_hf(SHAPE), tokenizer=tokenizer)
@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory):
 
 
 def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
-    """Returns the arguments of a page's command on NVIDIA's model, some of them replaced."""
+    """Returns the arguments of a page's command for NVIDIA's model, with some replaced."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     line = re.search(rf"dms-jax {script} (--model nvidia/.*)", text)[1]
     arguments = shlex.split(line, comments=True)
@@ -70,7 +70,7 @@ def of_page(script: str, checkpoint, page=PAGE, **other: str) -> list[str]:
     ("thinks", "begins", "page"),
     [("true", "<assistant>", PAGE), ("false", "</think>", PAGE), ("true", "<assistant>", README)],
 )
-def test_a_prompt_is_written_with_the_variable_and_answered(
+def test_template_variable_reaches_the_prompt(
     checkpoint, thinks, begins, page, monkeypatch, capsys
 ):
     read, answer = [], dms_jax.generate
@@ -92,7 +92,7 @@ def test_a_prompt_is_written_with_the_variable_and_answered(
 
 
 @pytest.mark.usefixtures("fakes")
-def test_problems_are_asked_with_the_variable(checkpoint, tmp_path, monkeypatch):
+def test_template_variable_reaches_the_problems(checkpoint, tmp_path, monkeypatch):
     problems = tmp_path / "test.jsonl"
     problems.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
     own = {"--task-options": f"path={problems}", "--max-new-tokens": "12"}

@@ -1,4 +1,4 @@
-"""`dms-jax retrofit`: its presets, what it writes, and its errors."""
+"""`dms-jax retrofit`: presets, files and errors."""
 
 import contextlib
 import dataclasses
@@ -14,23 +14,6 @@ from dms_jax.data import Exchange
 from dms_jax.model.low_rank import LowRank, low_rank_of
 
 STORIES, CUSTOM = (retrofit.PRESETS[name][1] for name in ("stories260k", "custom"))
-
-
-def test_errors_name_options_of_the_command():
-    text = (
-        "another policy (`window` 8, not 9), recipe (`batch_size` 4, not 2). Give restart_from=6, "
-        "or another `out`."
-    )
-    with pytest.raises(dms_jax.ConfigError) as caught, retrofit.spelled_as_options():
-        raise dms_jax.ConfigError(text)
-    assert str(caught.value) == (
-        "another policy (--options window=8, not 9), recipe (--batch-size 4, not 2). Give "
-        "--restart-from 6, or another --out."
-    )
-    other = dms_jax.DataError("nothing of these")
-    with pytest.raises(dms_jax.DataError) as same, retrofit.spelled_as_options():
-        raise other
-    assert same.value is other
 
 
 def test_a_small_run_is_written_and_loads(tmp_path, capsys):
@@ -52,7 +35,7 @@ def test_a_small_run_is_written_and_loads(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
+def test_adapter_or_low_rank_training_writes_an_adapter(tmp_path, capsys):
     config = dataclasses.replace(
         STORIES,
         out=tmp_path,
@@ -71,7 +54,7 @@ def test_frozen_weights_or_low_rank_updates_leave_an_adapter(tmp_path, capsys):
     assert low_rank_of(model.transformer) == LowRank(2, 4.0)
     assert model.policy == config.make_policy()
     whole = dataclasses.replace(config, trainable=None, out=tmp_path / "whole")
-    with pytest.raises(dms_jax.ConfigError, match=r"adapter_only .* trains all weights"):
+    with pytest.raises(dms_jax.ConfigError, match=r"adapter_only` .* trains all weights"):
         retrofit.main(whole)
 
 
@@ -85,8 +68,8 @@ def test_a_recipe_is_scaled_down():
     assert warm.distillation_temperature == 2.0
 
 
-def test_a_model_with_fewer_positions_is_trained_on_shorter_sequences():
-    """The first line of the help failed on every model of fewer than 32,768 positions."""
+def test_sequence_length_is_capped_at_model_positions():
+    """The first command of the help used to fail for models of fewer than 32,768 positions."""
     config = CUSTOM
     recipe, policy = config.make_recipe(4096), config.make_policy()
     assert recipe.sequence_length == 4096 < config.make_recipe().sequence_length
@@ -126,20 +109,20 @@ def test_presets_make_recipes():
             dict(recipe="dmc_quickstart"),
             dms_jax.DMC(neuron="first", offset=2.0, temperature=0.3),
         ),
-        # What is left out is as the recipe has it.
+        # Omitted options are those of the recipe.
         (dict(recipe="paper", options=("window=7",)), dms_jax.DMS(window=7)),
         (dict(recipe="paper", options=('{"source": "adapter"}',)), dms_jax.DMS(16, "adapter")),
-        # Of another kind than the recipe's, as the library has it.
+        # A policy of another kind has the library's defaults.
         (dict(policy="DMC", options=("offset=4.5",)), dms_jax.DMC(offset=4.5)),
         (dict(policy="DMS", recipe="dmc_paper", options=("shift=0",)), dms_jax.DMS(shift=0)),
         (dict(policy="FixedPooling", options=("every=2",)), dms_jax.FixedPooling(every=2)),
     ],
 )
-def test_policy_is_the_recipes_unless_told(given, policy):
+def test_policy_defaults_to_the_recipes(given, policy):
     assert dataclasses.replace(CUSTOM, **given).make_policy() == policy
 
 
-def test_what_is_left_out_is_as_the_library_has_it():
+def test_omitted_options_have_library_defaults():
     recipes = dms_jax.recipes
     for name, recipe in {
         "published": recipes.dms_published(),
@@ -168,8 +151,8 @@ def test_what_is_left_out_is_as_the_library_has_it():
         ),
         (dict(data_shards=4, batch_size=6), "ConfigError", "a batch of 6 does not divide"),
         (dict(sequence_length=100_000), "ConfigError", "do not fit the model's 512 positions"),
-        # Sequences that are cut to the model's positions may be no longer than the window, and of
-        # few tokens the recipe's own length would make no step.
+        # Sequences capped at the model's positions may be no longer than the window, and few tokens
+        # at the recipe's length make no step.
         (dict(recipe="published"), "ConfigError", "window of 512 in sequences of 512 tokens"),
         (dict(recipe="published", tokens=2**17), "ConfigError", "window of 512"),
         (
@@ -179,7 +162,7 @@ def test_what_is_left_out_is_as_the_library_has_it():
         ),
     ],
 )
-def test_refused_settings_leave_nothing_behind(given, error, says, tmp_path, monkeypatch):
+def test_refused_settings_create_no_files(given, error, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(STORIES, out=tmp_path / "runs" / "one", tensorboard=True, **given)
     with pytest.raises(dms_jax.DmsJaxError) as refused:
@@ -187,7 +170,7 @@ def test_refused_settings_leave_nothing_behind(given, error, says, tmp_path, mon
     assert type(refused.value).__name__ == error
     assert says in str(refused.value)
     assert list(tmp_path.iterdir()) == []
-    config.out.mkdir(parents=True)  # and a folder that was there stays
+    config.out.mkdir(parents=True)  # an existing folder stays
     with pytest.raises(dms_jax.DmsJaxError):
         retrofit.main(config)
     assert list(config.out.iterdir()) == []
@@ -211,7 +194,7 @@ def test_refused_settings_leave_nothing_behind(given, error, says, tmp_path, mon
         ('{"q": "1 + 1?"}\n', dict(field="q"), None, ["1 + 1?"]),
     ],
 )
-def test_options_of_the_data(lines, given, warns, read, tmp_path):
+def test_data_options(lines, given, warns, read, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines)
     config = dataclasses.replace(STORIES, data=(path,), **given)

@@ -43,12 +43,12 @@ TINY = dataclasses.replace(
 
 
 class Killed(BaseException):
-    """As if the process had ended here."""
+    """Stands for the end of the process."""
 
 
 @pytest.fixture(scope="module")
 def stopped_and_run(tmp_path_factory):
-    """A run that was killed while sampling, while training and while measuring, and then ended."""
+    """A run that was killed while sampling, training and measuring, and then resumed."""
     config = dataclasses.replace(TINY, out=tmp_path_factory.mktemp("self-taught") / "run")
     patch = pytest.MonkeyPatch()
     add, train, score = Journal.add, dms_jax.retrofit, dms_jax.score
@@ -89,7 +89,7 @@ def lines(path: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.nightly
-def test_every_stage_goes_on(stopped_and_run):
+def test_every_stage_resumes(stopped_and_run):
     out = stopped_and_run.out
     settings, *answers = lines(out / "answers" / "answers.jsonl")
     places = [(answer["problem"], answer["chain"]) for answer in answers]
@@ -108,7 +108,7 @@ def test_every_stage_goes_on(stopped_and_run):
 
 
 @pytest.mark.nightly
-def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
+def test_every_snapshot_and_ratio_is_measured(stopped_and_run):
     out = stopped_and_run.out
     measured = [
         record["evaluation"]
@@ -120,7 +120,7 @@ def test_it_is_measured_on_the_way_and_at_each_ratio(stopped_and_run):
     assert list(systems) == ["vanilla", "1.5", "2"]
     assert systems["vanilla"]["distillation"] == pytest.approx(0, abs=1e-6)
     assert systems["2"]["distillation"] == pytest.approx(measured[-1]["distillation"], rel=1e-4)
-    # Whole sequences and the decoding cache agree about what a token costs.
+    # Passes over whole sequences and the decoding cache give the same loss.
     assert systems["2"]["decoded_loss"] == pytest.approx(systems["2"]["loss_whole"], rel=1e-3)
     assert systems["vanilla"]["peak"] >= systems["2"]["peak"] > 0
 
@@ -170,7 +170,7 @@ def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsy
 
 
 @pytest.mark.nightly
-def test_the_page_has_figures_and_commands(stopped_and_run):
+def test_page_has_figures_and_commands(stopped_and_run):
     page = (stopped_and_run.out / "README.md").read_text()
     assert page.startswith("# stories260k with DMS, taught by its own answers")
     assert "| DMS, ratio 2 |" in page
@@ -185,7 +185,7 @@ def test_other_settings_are_refused(stopped_and_run, monkeypatch):
     with pytest.raises(dms_jax.ConfigError, match=r"--seed 0, not 1, --window 8, not 9"):
         retrofit.main(dataclasses.replace(stopped_and_run, seed=1, window=9))
     monkeypatch.setattr(dms_jax, "retrofit", lambda *args, **more: pytest.fail("it trained again"))
-    retrofit.main(stopped_and_run)  # nothing is left to do
+    retrofit.main(stopped_and_run)  # nothing remains to do
     after = json.loads((stopped_and_run.out / "results.json").read_text())
     assert after["systems"] == json.loads(before)["systems"]
 
@@ -233,7 +233,7 @@ def test_keep_filters_answers(stories, tmp_path, keep, kept):
     assert again.figures == lessons.figures
 
 
-def test_nothing_kept_says_what_to_change(stories, tmp_path):
+def test_no_kept_answers_error_suggests_options(stories, tmp_path):
     config = dataclasses.replace(
         TINY, prompts=problems(tmp_path / "p.jsonl"), keep="correct", held_out=1
     )
@@ -280,8 +280,8 @@ def test_prompts_of_every_form(stories, tmp_path):
         reading.read_questions(config, model)
 
 
-def test_prompts_that_are_held_out_are_not_trained_on(stories, tmp_path):
-    """The same words occur earlier in the file, and texts begin alike."""
+def test_held_out_prompts_are_not_trained_on(stories, tmp_path):
+    """The same questions occur earlier in the file, and texts have common beginnings."""
     path = tmp_path / "p.jsonl"
     rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
@@ -305,7 +305,7 @@ def test_wrong_settings_are_refused(stories, tmp_path, capsys):
         reading.read_questions(config, stories)
     for changes, told in (
         (dict(style="boxed"), "--style boxed is of problems that a judge knows"),
-        (dict(system="Be brief."), "--system is for a chat"),
+        (dict(system="Be brief."), "--system is for a chat: give --chat yes too"),
         (dict(template=("a=1",), chat="no"), "--template is for a chat"),
     ):
         with pytest.raises(dms_jax.ConfigError, match=told):
@@ -321,7 +321,8 @@ def test_wrong_settings_are_refused(stories, tmp_path, capsys):
         ("evaluate_every", 0),
         ("checkpoint_every", 0),
     ):
-        told = re.escape(f"--{option.replace('_', '-')} cannot be {value}")
+        got = re.escape(str(value))
+        told = rf"--{option.replace('_', '-')} must be .* (above|at least) \d, got {got}"
         with pytest.raises(dms_jax.ConfigError, match=told):
             dataclasses.replace(TINY, **{option: value})
 
@@ -359,7 +360,7 @@ def test_a_malformed_conversation_is_named_by_its_line(stories, tmp_path, row, t
 
 
 @pytest.mark.nightly
-def test_a_wrong_first_call_leaves_the_directory_free(stories, tmp_path, monkeypatch):
+def test_wrong_first_call_does_not_claim_the_directory(stories, tmp_path, monkeypatch):
     right = dataclasses.replace(TINY, out=tmp_path / "run")
     wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")
     with pytest.raises(dms_jax.ConfigError, match=r"--prompts .*No such file"):
@@ -373,13 +374,13 @@ def test_a_wrong_first_call_leaves_the_directory_free(stories, tmp_path, monkeyp
     monkeypatch.setattr(stages, "sample", sample)
     with pytest.raises(Killed):
         retrofit.main(right)
-    with pytest.raises(Killed):  # what changes no figure may change: here memory ran out
+    with pytest.raises(Killed):  # settings that change no figure may change
         retrofit.main(dataclasses.replace(right, lanes=4, checkpoint_every=5))
     with pytest.raises(dms_jax.ConfigError, match="--window 8, not 9"):
         retrofit.main(dataclasses.replace(right, window=9))
 
 
-def test_the_defaults_are_the_recipe():
+def test_defaults_equal_the_recipe():
     _, custom = PRESETS["self-taught"]
     recipe = dataclasses.replace(dms_jax.recipes.dms_self_taught(), snapshots=(2.0, 3.5))
     assert custom.make_recipe() == recipe

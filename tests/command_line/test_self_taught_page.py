@@ -1,4 +1,4 @@
-"""The page of a self-taught retrofit: its commands ask as the run did, and can be called."""
+"""The page of a self-taught retrofit: its commands run, with the settings of the run."""
 
 import dataclasses
 import pathlib
@@ -16,13 +16,13 @@ PROGRAMS = {"generate": generate.Config, "evaluate": evaluate.Config}
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """As much of a run's figures as the commands are made from."""
+    """The figures of a run from which the commands are made."""
     ran = {"provenance": {"command": "dms-jax retrofit self-taught"}}
     return ran | {"judge": "gsm8k", "style": "boxed", "chat": True} | changes
 
 
 def called(config, figures: dict[str, Any]) -> dict[str, Any]:
-    """The settings that each command of the page stands for."""
+    """The parsed settings of each command of the page."""
     seen: dict[str, Any] = {}
     for _, command in commands(config, figures):
         words = shlex.split(command)
@@ -33,7 +33,7 @@ def called(config, figures: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def test_problems_are_asked_as_they_were_for_training():
+def test_page_commands_ask_as_in_training():
     config = dataclasses.replace(
         ASKED, system="Be brief.", template=("enable_thinking=false", "a=1"), dtype="bfloat16"
     )
@@ -48,7 +48,7 @@ def test_problems_are_asked_as_they_were_for_training():
         assert (each.dtype, each.template) == ("bfloat16", ("enable_thinking=false", "a=1"))
 
 
-def test_without_a_chat_or_an_adapter():
+def test_page_commands_without_chat_or_adapter():
     plain = called(ASKED, results(chat=False, style="plain"))
     assert plain["evaluate"].task_options == ("path=test.jsonl", "style=plain")
     assert not plain["evaluate"].chat

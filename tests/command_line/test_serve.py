@@ -1,4 +1,4 @@
-"""`dms-jax serve`: it answers until a signal, ends in order, and refuses wrong settings."""
+"""`dms-jax serve`: answers until a signal, shuts down in order, refuses wrong settings."""
 
 import builtins
 import contextlib
@@ -13,6 +13,7 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 import dms_jax
 from dms_jax.command_line import main, serve
@@ -36,13 +37,13 @@ def ask(port, path, body=None):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_it_answers_until_a_signal_ends_it(stories, monkeypatch, capsys):
+def test_server_answers_until_a_signal(stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     port, found, begun = free_port(), {}, threading.Event()
     serve_it = Server.serve
 
     def told_and_not_begun(self, *given, **more):
-        """Whoever saw the address may come at once: they wait, and are not refused."""
+        """A client that sees the address may connect at once; it waits and is not refused."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
             found["early"] = capsys.readouterr().out
         begun.set()
@@ -69,7 +70,7 @@ def test_it_answers_until_a_signal_ends_it(stories, monkeypatch, capsys):
     drawn = ["--temperature", "0", "--max-new-tokens", "9"]
     assert main(["serve", "--port", str(port), *POLICY, *drawn, *SHAPE]) == 0
     thread.join(60)
-    # Both may take a minute, and are said before.
+    # Both may take a minute and are announced first.
     loads, waits, compiled = found["early"].splitlines()[:3]
     assert loads == "Loading stories260k ..."
     assert waits == "Reading or compiling the programs that requests can need ..."
@@ -99,6 +100,8 @@ def test_it_answers_until_a_signal_ends_it(stories, monkeypatch, capsys):
             ["--adapter", "a=smollm2-135m-instruct-dms"],
             "adapter 'a': the adapter in",  # was trained on another base
         ),
+        (["--adapter", "x", "--adapter", "y"], "x and y have no names"),
+        (["--template", "thinking"], "--template takes name=value"),
         (["--prefix-cache", "much"], "--prefix-cache takes bytes (500MB, 4GB) or off, got 'much'"),
         (["--data-shards", "0"], "--data-shards"),
         (["--data-shards", "2", "--prefix-cache", "1GB"], "several devices keep no prefixes"),
@@ -107,13 +110,14 @@ def test_it_answers_until_a_signal_ends_it(stories, monkeypatch, capsys):
 def test_wrong_settings_exit_2(options, said, stories, monkeypatch, capsys):
     monkeypatch.setattr(serve.Config, "load", lambda self: stories)
     assert main(["serve", "--port", str(free_port()), *options]) == 2
-    told = capsys.readouterr().err
+    loads, told = capsys.readouterr()
     assert said in told
+    assert ("Loading" in loads) == ("the adapter in" in said)  # which must be compared with it
     errors = [line for line in told.splitlines() if not line.startswith("Warning: ")]
     assert len(errors) == 1
 
 
-def test_an_adapter_has_a_name_or_is_part_of_the_model(tmp_path, monkeypatch):
+def test_adapter_is_named_or_merged(tmp_path, monkeypatch):
     (tmp_path / "run=3").mkdir()
     monkeypatch.chdir(tmp_path)
     for given, expected in (
@@ -136,11 +140,11 @@ def test_an_adapter_has_a_name_or_is_part_of_the_model(tmp_path, monkeypatch):
     ("text", "expected"),
     [("4GB", 4e9), ("500mb", 5e8), ("1.5 G", 1.5e9), ("2000", 2000.0), ("0", 0.0), ("off", None)],
 )
-def test_bytes_are_read_with_their_unit(text, expected):
+def test_byte_sizes_are_parsed_with_units(text, expected):
     assert read_bytes("--prefix-cache", text) == expected
 
 
-def test_it_ends_when_http_dies_while_the_model_compiles(stories, monkeypatch, capsys):
+def test_server_ends_if_http_dies_while_compiling(stories, monkeypatch, capsys):
     servers, enter = [], Server.__enter__
 
     def kept(self):
@@ -164,7 +168,7 @@ def test_it_ends_when_http_dies_while_the_model_compiles(stories, monkeypatch, c
 
 
 def test_an_interrupt_before_serving_ends_the_engine(stories, monkeypatch):
-    """Python cannot end while the engine's thread computes: it aborts."""
+    """Python aborts if it exits while the engine's thread computes."""
     services = []
 
     def interrupted(self):
@@ -178,7 +182,7 @@ def test_an_interrupt_before_serving_ends_the_engine(stories, monkeypatch):
     assert not services[0].snapshot().alive
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+def test_missing_extra_says_what_to_install(monkeypatch, capsys):
     imported = builtins.__import__
 
     def missing(name, *given, **more):
@@ -191,7 +195,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'dms-jax[serve]'" in capsys.readouterr().err
 
 
-def test_a_port_that_cannot_be_taken_is_a_sentence():
+def test_unusable_port_has_a_clear_error():
     with pytest.raises(dms_jax.ConfigError, match=r"--port 99999: .*0-65535\.$"):
         take_address("127.0.0.1", 99999)
     with take_address("127.0.0.1", 0) as taken:
@@ -203,7 +207,7 @@ def test_a_port_that_cannot_be_taken_is_a_sentence():
 @pytest.mark.nightly
 def test_a_server_on_several_devices_answers():
     config = serve.Config(data_shards=2, model_shards=2, lanes=2, max_tokens=64, page_size=16)
-    service = serve.make_service(config)
+    service = serve.make_service(config, Console())
     assert dict(service.engine.model.mesh.shape) == {"data": 2, "model": 2}
     service.warm()
     service.start()

@@ -1,4 +1,4 @@
-"""The tables of models in the documentation are those of what loads."""
+"""The documentation's tables of models match the models that load."""
 
 import json
 import pathlib
@@ -28,12 +28,12 @@ def test_every_family_has_a_golden_checkpoint_and_a_row():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_what_a_config_says(name):
+def test_shapes_survive_a_config_round_trip(name):
     config = SHAPES[name]
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
-def test_readme_and_pages_name_what_is_served():
+def test_readme_and_pages_name_supported_models():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"Models: {SUPPORTED}; others are refused by name" in readme
     page = (ROOT / "experiments" / "docs" / "pages" / "models.md").read_text()
@@ -47,10 +47,10 @@ def test_readme_and_pages_name_what_is_served():
     )
 
 
-def test_a_cache_by_hand():
+def test_cache_size_by_hand():
     """gpt-oss-20b: 12 layers that grow and 12 of 128 tokens, 8 heads of 64, two bytes a number."""
     entry, rows = 2 * 64 * 2, 12 * 8
-    rings = rows * 128 * 4  # where each of a window's tokens lies
+    rings = rows * 128 * 4  # the slot of each token of a window
     windows = rows * 128 * entry + rings
     plain = rows * 8192 * entry + windows
     config = SHAPES["gpt-oss-20b"]

@@ -18,7 +18,7 @@ STORY = (
 
 
 def written(text: str, width: int | None, *, terminal: bool = False, seed: int = 0) -> str:
-    """The text through a writer, in pieces that end anywhere."""
+    """Passes the text through a writer, in pieces of any length."""
     out, rng = io.StringIO(), random.Random(seed)
     console = Console(file=out, width=20, force_terminal=terminal, color_system=None)
     writer, rest = Writer(console, width), text
@@ -30,7 +30,7 @@ def written(text: str, width: int | None, *, terminal: bool = False, seed: int =
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lines_end_between_words(seed):
+def test_lines_break_between_words(seed):
     for text in (written(STORY, 40, seed=seed), written(STORY, None, terminal=True, seed=seed)):
         assert text.split() == STORY.split()
     lines = written(STORY, 40, seed=seed).splitlines()
@@ -46,7 +46,7 @@ def test_lines_end_between_words(seed):
 
 
 def test_lines_are_filled_at_every_width():
-    """At every width: a line that is full to its last column ends there too."""
+    """At every width, also with lines that fill the last column."""
     text = STORY.replace("\n", " ").replace("  ", " ")
     for width in range(30, 70):
         lines = written(text, width, seed=width).splitlines()
@@ -63,7 +63,7 @@ def test_a_file_gets_the_text_unchanged():
         assert written(odd, None, seed=seed) == odd + "\n"
 
 
-def test_text_without_spaces_is_not_held_back():
+def test_text_without_spaces_is_written_at_once():
     out = io.StringIO()
     writer = Writer(Console(file=out, width=20), 20)
     for _ in range(10):
@@ -71,7 +71,7 @@ def test_text_without_spaces_is_not_held_back():
     assert len(out.getvalue()) >= 30
 
 
-def test_the_last_piece_writes_what_was_held_back():
+def test_last_piece_flushes_held_back_text():
     out = io.StringIO()
     writer = Writer(Console(file=out), 20)
     writer.write("One two")
@@ -104,7 +104,7 @@ def answered(form: AnswerForm, text: str, *, terminal: bool, seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_thoughts_are_lines_of_their_own_on_a_terminal(seed):
+def test_reasoning_has_separate_lines_on_a_terminal(seed):
     for name, form in FORMS.items():
         for terminal, want in ((True, f"{THOUGHT}\n{SAID}\n"), (False, f"{SAID}\n")):
             assert answered(form, ANSWERS[name], terminal=terminal, seed=seed) == want

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def encoded_sizes(monkeypatch):
-    """Characters of each text that a tokenizer is given."""
+    """The number of characters of each text that the tokenizer gets."""
     from dms_jax.checkpoint import Tokenizer
 
     encode, sizes = Tokenizer.encode, []

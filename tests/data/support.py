@@ -1,4 +1,4 @@
-"""Batches of lists of tokens, as the tests of packing and of batches draw them."""
+"""Batches of lists of tokens, for the tests of packing and batches."""
 
 import itertools
 

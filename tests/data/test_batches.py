@@ -103,7 +103,7 @@ def test_program_with_an_open_iterator_exits_cleanly():
 
 
 class Watched(Documents):
-    """Documents that say who was read."""
+    """Documents that record which ones were read."""
 
     def __init__(self, count=64):
         random = np.random.default_rng(0)
@@ -118,7 +118,7 @@ class Watched(Documents):
 def draw_rows(
     rows, *, source=None, steps=(4,), pass_size=4, packing="concatenate", count=6, state=None
 ):
-    """The rows of some passes, and the state after them."""
+    """Returns the rows of some passes, and the state after them."""
     source = Watched() if source is None else source
     assignment = RowAssignment(steps, pass_size, tuple(rows))
     iterator = process_batches(

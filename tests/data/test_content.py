@@ -1,4 +1,4 @@
-"""Content that is not a text: read as it is meant, or refused with its file and line."""
+"""Content other than text: converted, or refused with its file and line."""
 
 import json
 

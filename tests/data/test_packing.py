@@ -52,7 +52,7 @@ def test_empty_documents_do_not_hang(packing):
         with pytest.raises(DataError, match="hold no token"):
             draw(empty, 1, repeat=True, **options)
         assert draw(empty, 1, repeat=False, **options) == []
-    # The only non-empty document is found, wherever two epochs shuffle it.
+    # The only non-empty document is found at any place in two epochs.
     for seed in range(2):
         lone = [*[[]] * 9, [1, 2, 3, 4]]
         drawn = draw(lone, 4, repeat=True, packing=packing, seed=seed)
@@ -75,7 +75,7 @@ def test_state_in_a_document_that_became_shorter_is_refused():
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])
-def test_every_packing_keeps_the_mask(packing):
+def test_every_packing_preserves_the_mask(packing):
     """Answers are the numbers from 50 on."""
     random = np.random.default_rng(0)
     documents = [

@@ -105,7 +105,7 @@ def write_tables(folder, rows):
     return folder / "rows.parquet", saved
 
 
-def test_tables_hold_what_lines_hold(tmp_path):
+def test_tables_equal_json_lines(tmp_path):
     rows = [{"prompt": f"{n} + 1?", "response": str(n + 1)} for n in range(7)]
     expected = [Exchange(row["prompt"], row["response"]) for row in rows]
     parquet, saved = write_tables(tmp_path, rows)

@@ -1,6 +1,7 @@
 """Documents from files and from memory; errors name file and line."""
 
 import json
+import os
 import pathlib
 
 import chex
@@ -113,6 +114,14 @@ def test_empty_files_are_refused(tmp_path):
         TextFiles(tmp_path / "missing.txt")
     with pytest.raises(DataError, match="No file was given"):
         JsonLines([])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
+def test_a_pipe_is_refused(tmp_path):
+    """As `--prompts <(...)` is: it can be read only once."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is a pipe; a regular file is needed"):
+        TextFiles(tmp_path / "pipe")
 
 
 def test_as_source(tmp_path):

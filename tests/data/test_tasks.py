@@ -26,7 +26,7 @@ RETRIEVAL = [
     tasks.VariableTracking(size=12),
     tasks.VariableTracking(size=2, chains=5, hops=3),
 ]
-# Those that are drawn and judged without long workings, of each kind.
+# One task of each kind that is quick to draw and judge.
 QUICK = [*REASONING[:2], REASONING[4], *RETRIEVAL]
 
 
@@ -42,7 +42,7 @@ def test_problem_depends_only_on_its_index(task):
     "task", nightly_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name
 )
 def test_splits_are_disjoint(task):
-    count = 40 if task in QUICK else 15  # the others would hardly draw a problem twice
+    count = 40 if task in QUICK else 15  # the others rarely draw a problem twice
     drawn = {
         split: {problem.identity for problem in task.problems(split, count)}
         for split in tasks.SPLITS
@@ -74,7 +74,7 @@ def test_answers_solve_linear_equations():
         assert eval(left, value) == eval(right, value)
 
 
-def test_every_line_of_a_solution_is_true():
+def test_every_line_of_a_solution_is_correct():
     checked = 0
     for task in (tasks.LinearEquation(), tasks.Arithmetic(operations=(3, 15))):
         for problem in task.problems("train", 100):
@@ -124,7 +124,7 @@ def _learn(person, said, known):
 @pytest.mark.parametrize(
     "task", [tasks.Arithmetic(operations=(6, 9)), tasks.WordChain(steps=(6, 9))], ids=str
 )
-def test_frequency_and_size_of_slips(task):
+def test_frequency_and_size_of_wrong_steps(task):
     careless = dataclasses.replace(task, slips=0.2)
     results, wrong, failed = 0, 0, 0
     for problem in careless.problems("train", 100):
@@ -241,7 +241,7 @@ HOSTILE = st.one_of(
 
 @functools.cache
 def judged() -> list:
-    """Returns tasks with a problem of each, which takes longer to make than to judge."""
+    """Returns tasks with a problem of each; generating takes longer than judging."""
     chosen = (REASONING[0], REASONING[2], REASONING[3], *RETRIEVAL)
     return [(task, task.problem("test", 0)) for task in chosen]
 

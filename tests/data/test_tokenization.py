@@ -142,7 +142,7 @@ def test_document_without_answers_is_refused(document, tokenizer, message):
 
 @pytest.mark.nightly
 def test_loss_counts_only_answers():
-    """A prompt that cannot be foreseen costs nothing, and an answer always does."""
+    """Unpredictable prompts add no loss; answers always do."""
     random = np.random.default_rng(1)
     documents = [Exchange(random.integers(0, 15, 6).tolist(), [20] * 6) for _ in range(32)]
     losses = {}
@@ -156,7 +156,7 @@ def test_loss_counts_only_answers():
     logits = np.asarray(language_model().logits(tokens), np.float64)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     costs = -np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
-    # The first step takes 4 of the 32 documents, which differ in their prompts alone.
+    # The first step takes 4 of the 32 documents, which differ only in their prompts.
     answers = costs[:, 5:].mean(1)
     assert answers.min() <= losses[True] <= answers.max()
     assert abs(losses[True] - losses[False]) > 1e-3
@@ -185,7 +185,7 @@ def in_chunks(text, tokenizer):
 
 @pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
 @pytest.mark.parametrize("breaks", ["lines", "words"])
-def test_chunks_are_the_whole(short_chunks, name, breaks):
+def test_chunks_equal_the_whole(short_chunks, name, breaks):
     text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"
     if breaks == "words":
         text = " ".join(text.split())
@@ -199,7 +199,7 @@ def test_chunks_are_the_whole(short_chunks, name, breaks):
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
 def test_long_turns_and_responses_are_tokenized_in_chunks(short_chunks, name, encoded_sizes):
-    """A reasoning trace of megabytes is an answer, and took as long as a text of them."""
+    """Answers may be reasoning traces of megabytes, which used to be tokenized whole."""
     own, end = named(name), {"gpt2": "<|endoftext|>", "mistral": "</s>", "qwen2": "<|im_end|>"}
     own.chat_template = (
         "{% for turn in messages %}{{ turn.role }}\n{{ turn.content }}" + end[name] + "\n"
@@ -222,10 +222,10 @@ def test_text_without_a_place_to_cut_stays_whole(short_chunks):
     assert len(ends) == 2
 
 
-def test_long_document_is_tokenized_on_demand_and_not_in_the_state(
+def test_long_document_is_tokenized_on_demand_outside_the_state(
     tmp_path, encoded_sizes, monkeypatch
 ):
-    """Ten megabytes took minutes, gigabytes of memory and a state of 17 MB."""
+    """Ten megabytes used to take minutes, gigabytes of memory and a state of 17 MB."""
     story = "\n".join(assets.stories("valid")[:100])
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": story * (10_000_000 // len(story))}))
@@ -241,7 +241,7 @@ def test_long_document_is_tokenized_on_demand_and_not_in_the_state(
 
 
 @pytest.mark.parametrize("name", ["stories260k", "gpt2", "qwen2", "mistral"])
-def test_run_of_letters_is_cut_where_its_tokens_stay_the_same(short_chunks, name):
+def test_run_of_letters_is_cut_without_changing_tokens(short_chunks, name):
     own = named(name)
     text = "Tom said: " + "".join(map("{:x}".format, range(4000)))
     tokens, ends = in_chunks(text, own)
@@ -261,7 +261,7 @@ def test_run_without_a_matching_cut_is_cut_anyway(short_chunks):
 
 
 def test_run_of_one_letter_is_tokenized_in_chunks(encoded_sizes):
-    """A megabyte of one letter was tokenized whole, for every stream, in minutes."""
+    """A megabyte of one letter used to be tokenized whole, for every stream, in minutes."""
     own = named("stories260k")
     first = TokenizedDocuments(Documents(["a" * 4_000_000]), own, None)[0]
     assert 0 < first["next"] <= 8 * tokenization.CHUNK
@@ -323,7 +323,7 @@ def test_tokens_outside_the_vocabulary_are_left_out(tokenizer):
         keep_encodable(Documents(rows, malformed=0.3), None, 9)
     with pytest.raises(DataError, match="and none is left"):
         keep_encodable(Documents(rows[1:2], malformed=1.0), None, 9)
-    # Of a tokenizer that has more tokens than the model.
+    # With a tokenizer that has more tokens than the model.
     texts = ["a", "Once upon a time"]
     most = max(max(tokenizer.encode(texts[0])), 10)
     with pytest.warns(UserWarning, match=r"1 of 2 documents.*document 1: token ids"):
@@ -350,7 +350,7 @@ def test_documents_without_answers_are_left_out(tokenizer):
 
 
 def spoilt(rows):
-    """The rows with one outside the vocabulary after every fifth."""
+    """The rows, with a row outside the vocabulary after every fifth."""
     return [
         each
         for place, row in enumerate(rows)
@@ -360,7 +360,7 @@ def spoilt(rows):
 
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded")
 def test_processes_leave_out_the_same_documents():
-    """Two processes draw the rows of one process, and of the remaining documents alone."""
+    """Two processes draw the same rows as one, from the remaining documents."""
 
     def drawn(rows, data):
         source = keep_encodable(data, None, VOCABULARY)
@@ -396,6 +396,6 @@ def test_resumed_run_keeps_the_order(tmp_path):
     chex.assert_trees_all_equal(
         *(jax.device_get(parameters(each.transformer)) for each in (result, expected))
     )
-    # With none left out these would be other data, in another order.
+    # If none were left out, the data and their order would differ.
     with pytest.raises(ConfigError, match="a run with another `data`"):
         train(model, data=Documents(spoilt(documents())), out=tmp_path, **options)

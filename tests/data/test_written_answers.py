@@ -24,7 +24,7 @@ from dms_jax.data.written_answers import expression, is_open, readable, stated
         ("\\textbf{29} \\text{ minutes}", "29 \\text{ minutes}"),
     ],
 )
-def test_readable(written, plain):
+def test_readable_answers(written, plain):
     assert readable(written) == plain
     assert readable(plain) == plain
 
@@ -47,11 +47,11 @@ def test_readable(written, plain):
         ("", None),
     ],
 )
-def test_stated(text, answer):
+def test_stated_answers(text, answer):
     assert stated(text) == answer
 
 
-def test_is_open():
+def test_ambiguous_answers_are_open():
     several = ["28 or 29", "28-29", "28 to 29", "not 29", "between 28 and 29", "at least 29"]
     assert all(map(is_open, several))
     assert not any(map(is_open, ["29", "29 (or 30 with tips)", "29 minutes, or 0.48 hours"]))
@@ -74,7 +74,7 @@ def test_is_open():
         "\\text {" + " " * 20_000,
     ],
 )
-def test_long_texts_take_no_time(text):
+def test_long_texts_take_linear_time(text):
     began = time.process_time()
     plain = readable(text)
     assert not any(read(plain) is NotImplemented for read in (stated, is_open, expression))

@@ -1,11 +1,11 @@
-"""What asks, counts, resumes and reports runs on programs that compute nothing."""
+"""Tests of requests, counts, resuming and reports run on fake programs."""
 
 import pytest
 
 
 @pytest.fixture
 def fakes():
-    # Not at the top: jax may not be imported before the suite's own conftest has set it up.
+    # Imported here because tests/conftest.py sets up jax first.
     from tests.support.fake_programs import faked
 
     with faked():

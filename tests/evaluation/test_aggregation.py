@@ -1,4 +1,4 @@
-"""Votes, likelihoods and pass@k against enumerations that know none of the formulas."""
+"""Votes, likelihoods and pass@k against enumerations."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def test_pass_at_is_the_mean_over_all_subsets(count):
 
 
 def test_pass_at_equals_the_usual_estimator():
-    """1 - C(n - c, k) / C(n, k), also where the coefficients are far beyond float64."""
+    """1 - C(n - c, k) / C(n, k), also with coefficients far beyond float64."""
     right, drawn, count = 3, 2000, 700
     scores = np.zeros((1, drawn))
     scores[0, [5, 77, 1999]] = 1
@@ -40,5 +40,5 @@ def test_pass_at_equals_the_usual_estimator():
         ([None, None], [-1.0, -2.0], None),
     ],
 )
-def test_the_likeliest_answer(answers, weights, winner):
+def test_likeliest_answer(answers, weights, winner):
     assert likeliest(answers, np.array(weights)) == winner

@@ -34,7 +34,7 @@ def gain_of(left, right):
 
 
 def drawn_systems(seeds, problems):
-    """Three trials of each of two systems; budgets differ from problem to problem."""
+    """Three trials of each of two systems; budgets differ between problems."""
     rng = np.random.default_rng(3)
     hardness = rng.random(problems)
 

@@ -1,4 +1,4 @@
-"""Evaluation of the shipped model on a task whose right answers are what it says."""
+"""Evaluation of the shipped model on tasks whose answers depend only on its text."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ BEGINNINGS = ("Once upon a time", "One day, Lily", "The little dog", "Tom had a"
 
 @dataclasses.dataclass(frozen=True)
 class Continue(Task):
-    """Right is a completion with an even number of characters; so is the answer."""
+    """A completion with an even number of characters is right."""
 
     name = "continue"
 
@@ -92,7 +92,7 @@ def test_vanilla_usage_follows_from_lengths(vanilla):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_lanes_change_nothing_and_more_chains_only_add():
+def test_answers_do_not_depend_on_lanes_or_chains():
     many, few = run(), run(serving=dataclasses.replace(SERVING, lanes=4))
     assert few.completions == many.completions
     chex.assert_trees_all_equal(few.reads, many.reads)
@@ -106,7 +106,7 @@ ASKED: list[tuple[str, int]] = []
 
 @dataclasses.dataclass(frozen=True)
 class Asked(Continue):
-    """Notes what it is asked for."""
+    """Records the requested problems."""
 
     name: str = "asked"
 
@@ -117,8 +117,8 @@ class Asked(Continue):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_several_tasks_skip_no_problem():
-    """They take turns, from where they start, with no problem left out and none twice."""
+def test_several_tasks_alternate_without_skipping():
+    """Tasks alternate from the start; no problem is skipped or repeated."""
     ASKED.clear()
     tasks = [Asked("a"), Asked("b"), Asked("c")]
     options = dict(sampling=SAMPLING, serving=SERVING, split="validation")
@@ -159,7 +159,7 @@ def made_up() -> Result:
 
 @pytest.mark.usefixtures("fakes")
 def test_vote_scores_the_winning_answer():
-    """Of Needle, whose score finds the number anywhere: the first chain says two."""
+    """Needle's score finds the number anywhere; the first chain has two numbers."""
 
     @dataclasses.dataclass(frozen=True)
     class Two(Continue):
@@ -182,7 +182,7 @@ def test_figures_by_hand():
     result = made_up()
     assert result.accuracy.value == pytest.approx(0.5)
     assert result.accuracy.error == pytest.approx((2 / 3 - 1 / 3) / 2)
-    # Most say 5, which is right; 2 and 4 tie and the first seen is right.
+    # Most chains say 5, which is right; 2 and 4 tie, and the first one seen is right.
     assert result.voted.value == 1
     assert result.best.value == 1
     assert result.reads_per_problem == 300
@@ -212,7 +212,7 @@ class Long(Continue):
 
 @pytest.mark.nightly
 def test_each_problem_has_its_own_max_length():
-    """Half of the prompt and the longest answer, of each prompt for itself."""
+    """Half of the prompt and the longest answer, for each prompt separately."""
     model = dataclasses.replace(stories(), generation=GenerationDefaults())
     result = evaluate(
         model,
@@ -300,7 +300,7 @@ def test_missing_chat_template_is_named(gpqa):
 
 @dataclasses.dataclass(frozen=True)
 class Five(Continue):
-    """Right is what says 5."""
+    """Answers that say 5 are right."""
 
     name = "five"
 
@@ -313,8 +313,8 @@ class Five(Continue):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_not_judged(form, tmp_path):
-    """One wrong answer whose thoughts are right, one that is right, one that was cut off before."""
+def test_reasoning_is_not_judged(form, tmp_path):
+    """A wrong answer with right reasoning, a right one, and one cut off during the reasoning."""
     model, written = thinking_model(form), ANSWERS[form]
     thought = written[: written.index(THOUGHT) + len(THOUGHT)]
 
@@ -327,8 +327,8 @@ def test_thoughts_are_not_judged(form, tmp_path):
         result = answered(whole, chat=Chat())
         assert result.scores.tolist() == [[score] * 2]
         assert result.answers == ((vote,) * 2,)
-        assert THOUGHT in result.completions[0][0]  # whole, for whoever wants to read them
-    assert answered(written).scores.tolist() == [[1, 1]]  # in plain text nothing tells thoughts
+        assert THOUGHT in result.completions[0][0]  # with the reasoning, to be read
+    assert answered(written).scores.tolist() == [[1, 1]]  # plain text has no marks of reasoning
 
     for _ in range(2):  # asked, and read from the folder
         result = answered(written, chat=Chat(), out=tmp_path)
@@ -337,8 +337,8 @@ def test_thoughts_are_not_judged(form, tmp_path):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_thoughts_are_not_judged_at_any_length(form):
-    """Each system reads its own model's answers, which are in another form."""
+def test_reasoning_is_not_judged_at_any_length(form):
+    """Each system parses its model's form of answers."""
     model = thinking_model(form)
     sampling = saying(model, f"{ANSWERS[form]} 5", SAMPLING)
     length = sampling.max_new_tokens

@@ -42,7 +42,7 @@ SYSTEMS = (System("vanilla", dms_jax.Vanilla()), System("TOVA", TOVA))
 
 @dataclasses.dataclass(frozen=True)
 class Thirds(Continue):
-    """The answer is the number of letters modulo three, and it is right if it is that of "abc"."""
+    """The answer is the number of letters modulo three; that of "abc" is right."""
 
     name = "thirds"
 
@@ -69,7 +69,7 @@ def run(systems=SYSTEMS, **changes):
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch):
-    """The error of a gain is no matter here, and a thousand resamples are most of the time."""
+    """The error of a gain does not matter here, and a thousand resamples take most of the time."""
     few = functools.partial(hyperscaling_result.measured_average_gain, resamples=9)
     monkeypatch.setattr(hyperscaling_result, "measured_average_gain", few)
 
@@ -91,7 +91,7 @@ def find(result, system, length, chains, temperature=0.7) -> Point:
 
 
 def single(policy, *, length, chains, seed, **changes):
-    """The same by `evaluate`, one configuration at a time."""
+    """Runs one configuration at a time with `evaluate`."""
     how = dataclasses.replace(SAMPLING, max_new_tokens=length, logprobs=True)
     options = dict(problems=4, chains=chains, seed=seed, sampling=how, serving=SERVING)
     return evaluate(stories(), Thirds(), policy=policy, **(options | changes))
@@ -117,7 +117,7 @@ def test_points_equal_single_evaluations(whole, name, policy):
 
 
 def test_the_likeliest_answer_and_pass_at_w(whole):
-    """From the engine's own log-probabilities; pass@1 of three chains is the mean of the three."""
+    """From the engine's log-probabilities; pass@1 of three chains is their mean."""
     task = Thirds()
     problems = task.problems("test", 4)
     for index, seed in enumerate((0, 1)):
@@ -159,7 +159,7 @@ def served(monkeypatch):
 def test_one_run_serves_all_lengths_and_chains(monkeypatch, whole):
     sizes = served(monkeypatch)
     result = run(SYSTEMS[:1])
-    # One greedy chain a problem, and two seeds, each with the longest answers and the most chains.
+    # One greedy chain per problem, and two seeds with the longest answers and the most chains.
     assert sizes == [4, 12, 12]
     assert result.table() == "\n".join(whole.table().splitlines()[:8])
 
@@ -196,7 +196,7 @@ def test_compression_ratio_runs_each_length(monkeypatch):
 
 
 def test_systems_of_one_name_share_a_frontier():
-    """Another checkpoint of a system is a further point; so is another ratio."""
+    """Another checkpoint or ratio of a system is a further point."""
     fewer = dms_jax.TOVA(budget=6, prefill="evict_past_budget")
     systems = [
         System("TOVA", TOVA, compression_ratio=2),
@@ -254,7 +254,7 @@ def test_interrupt_keeps_points_and_resumes(tmp_path, monkeypatch, whole):
 
 
 def test_unwritable_folder_loses_no_points(tmp_path, monkeypatch, whole):
-    """Points that took hours are in the error, and an interrupt stays one."""
+    """The error carries points that took hours, and an interrupt stays an interrupt."""
     (tmp_path / "results.json").mkdir()
     with pytest.raises(DataError, match="cannot be written: Is a directory") as caught:
         run(SYSTEMS[:1], out=tmp_path)
@@ -271,7 +271,7 @@ def test_unwritable_folder_loses_no_points(tmp_path, monkeypatch, whole):
 
 
 def test_names_are_escaped(whole):
-    """Square brackets are markup of a terminal, and bars are columns of Markdown."""
+    """Square brackets are terminal markup, and bars are Markdown columns."""
     point = dataclasses.replace(whole.points[0], system="a|b [bold] [/x]")
     result, shown = Hyperscaling({}, (point,)), io.StringIO()
     Console(file=shown, width=300).print(result)
@@ -298,7 +298,7 @@ def test_bad_grids_are_rejected(changes, message):
 
 
 def test_lengths_beyond_the_positions_are_refused(tmp_path):
-    """Answers cut off by the end of the positions would stand there as of the length."""
+    """Answers cut off at the last position would count as answers of that length."""
     with pytest.raises(ConfigError, match=r"512 positions.*lengths of at most (\d+)") as refused:
         run(lengths=(5, 600), out=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Frontiers, gains and tables of points that are made up, by hand."""
+"""Frontiers, gains and tables of invented points, by hand."""
 
 import dataclasses
 import io
@@ -15,7 +15,7 @@ from dms_jax.evaluation import Hyperscaling, Point
 def made_up(name, *rows, greedy=True) -> list[Point]:
     """Points of (length, chains, reads, peak, score of each of three problems).
 
-    The first one of every length that is of one chain is greedy, if any is.
+    The first single-chain point of every length is greedy, if any.
     """
     return [
         Point(
@@ -100,7 +100,7 @@ def test_tables_of_points_and_gains():
 
 
 def test_gain_is_over_the_best_plain_decoding():
-    """Votes that beat the plain cache's votes, and not its one greedy chain, gain nothing."""
+    """Votes that beat the plain cache's votes but not its greedy chain gain nothing."""
     rows = [(8, 1, 100, 10, (1, 1, 0)), (8, 1, 100, 10, (0, 0, 0)), (8, 3, 300, 30, (1, 0, 0))]
     small = made_up("small", (8, 1, 30, 3, (1, 1, 0)), (8, 9, 300, 30, (1, 1, 0)))
     sampled = Hyperscaling({}, (*made_up("plain", *rows[1:], greedy=False), *small))
@@ -112,9 +112,10 @@ def test_gain_is_over_the_best_plain_decoding():
         assert sampled.average_gain("plain", "small", axis) is None
     assert "no greedy point recorded" in sampled.gains_table()
     assert "no greedy point recorded" not in whole.gains_table()
-    # Each length needs its own: the whole answer says nothing of one that is cut off.
+    # Each length needs its own greedy point: a whole answer tells nothing about one that is cut
+    # off.
     cut_off = made_up("plain", (4, 1, 50, 5, (0, 0, 0)), greedy=False)
     assert Hyperscaling({}, (*whole.points, *cut_off)).average_gain("small", "plain") is None
-    # One chain at temperature 0 is greedy; a vote of them, or one at another temperature, is not.
+    # One chain at temperature 0 is greedy; votes and other temperatures are not.
     assert [point.greedy for point in whole.points] == [True, False, False, True, False]
     assert not dataclasses.replace(whole.points[0], chains=3).greedy

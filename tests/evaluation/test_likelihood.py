@@ -26,7 +26,7 @@ from tests.evaluation.tasks.published import lines, text
 from tests.generation.support import log_softmax, model_for, prompts, stories
 from tests.support.instances import further
 
-# A pool of one size and a page for any length: calls share programs.
+# One pool size and one page per sequence, so that calls share programs.
 SERVING = Serving(lanes=4, memory=400_000, page_size=64, chunk=8, prefill_chunk=8)
 SMALL_PAGES = dataclasses.replace(SERVING, page_size=16)  # the budget of Quest is a page
 TOVA = dms_jax.TOVA(budget=8, prefill="evict_past_budget")
@@ -36,7 +36,7 @@ PAIRS = [
     for tokens, size in zip(prompts((9, 30, 13, 20)), (1, 3, 6, 2), strict=True)
 ]
 PAIRS += [(PAIRS[0][0], [7]), (PAIRS[0][0], [7, 9]), (PAIRS[2][0], PAIRS[2][1][:2])]
-# One that is asked twice, and one that differs from it in the last token.
+# A pair that is asked twice, and one that differs in the last token.
 PAIRS += [PAIRS[2], (PAIRS[2][0], [*PAIRS[2][1][:-1], 9])]
 
 
@@ -45,7 +45,7 @@ def serving_of(name: str) -> Serving:
 
 
 def by_plain_passes(name: str, pairs=PAIRS) -> list[tuple[float, bool]]:
-    """Log-probabilities out of one pass over all whole sequences, and whether argmax agrees."""
+    """Log-probabilities from one pass over whole sequences, and whether argmax agrees."""
     longest = max(len(context) + len(continuation) for context, continuation in PAIRS)
     tokens = np.zeros((len(PAIRS), longest), np.int32)  # padded after their ends
     prompt_lengths = np.zeros(len(PAIRS), int)
@@ -65,7 +65,7 @@ def by_plain_passes(name: str, pairs=PAIRS) -> list[tuple[float, bool]]:
 
 @pytest.mark.parametrize(("name", "large"), [("vanilla", 1 << 16), ("tova", 1 << 21)])
 def test_prefill_size_fits_the_free_memory(name, large, monkeypatch):
-    """8e9 bytes are enough, however much is free; of a small device the pool leaves a tenth."""
+    """8e9 bytes are always enough; on a small device the pool leaves a tenth."""
     model = model_for(name)
     token = 3 * model.config.intermediate_size * model.dtype.itemsize
     for free, tokens in ((1e14, large), (10 * 1000 * token, 512), (10, 1)):
@@ -91,7 +91,7 @@ def assert_as_plain_passes(found, want):
 
 
 def assert_same(found, want):
-    """But for the rounding of sums, which depends on the batch."""
+    """Up to the rounding of sums, which depends on the batch."""
     assert len(found) == len(want)
     for one, other in zip(found, want, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -99,19 +99,20 @@ def assert_same(found, want):
 
 
 def test_continuations_of_many_lengths_share_programs(monkeypatch):
-    """20, 9, 3 and 1 tokens, of which the last of each is not read: 19 steps are 8, 8 and 3."""
+    """20, 9, 3 and 1 tokens; the last of each is not read, so 19 steps are 8, 8 and 3."""
     ran, follow = [], Runner.decode
 
     def count(runner, tokens, remaining, *arguments, num_steps, **options):
         ran.append((num_steps, np.minimum(remaining, num_steps).tolist()))
         return follow(runner, tokens, remaining, *arguments, num_steps=num_steps, **options)
 
-    pairs = [([1, 2, 5], list(range(3, 3 + size))) for size in (20, 9, 3, 1)]
+    pairs, done = [([1, 2, 5], list(range(3, 3 + size))) for size in (20, 9, 3, 1)], []
     want = by_plain_passes("vanilla", pairs)
     peaks = [len(context) + len(continuation) - 1 for context, continuation in pairs]
     monkeypatch.setattr(Runner, "decode", count)
-    found = likelihoods(stories(), pairs, serving=SERVING)
+    found = likelihoods(stories(), pairs, serving=SERVING, on_done=lambda: done.append(1))
     assert_as_plain_passes(found, want)
+    assert len(done) == len(pairs)
     assert [each.peak_tokens for each in found] == peaks
     assert ran == [(8, [8, 8, 2, 0]), (8, [8, 0, 0, 0]), (8, [3, 0, 0, 0])]
     ran.clear()
@@ -121,7 +122,7 @@ def test_continuations_of_many_lengths_share_programs(monkeypatch):
 
 @pytest.mark.nightly
 def test_lanes_and_memory_change_nothing():
-    """One at a time, and in a pool that holds the longest sequence and not two."""
+    """One at a time, and in a pool that holds only one longest sequence."""
     want = likelihoods(stories(), PAIRS, serving=SERVING)
     assert_same(likelihoods(stories(), PAIRS, serving=dataclasses.replace(SERVING, lanes=1)), want)
     config = stories().config
@@ -135,7 +136,7 @@ def test_lanes_and_memory_change_nothing():
 
 @pytest.mark.nightly
 def test_compression_ratio_applies_to_each_sequence():
-    """Half of 30 and of 9 tokens, though they share a batch, and where they share a context."""
+    """Half of 30 and of 9 tokens, in one batch, also with a common context."""
     policy = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
     found = likelihoods(stories(), PAIRS[:2], policy=policy, serving=SERVING)
     assert [each.peak_tokens for each in found] == [5, 16]
@@ -147,7 +148,7 @@ def test_compression_ratio_applies_to_each_sequence():
 
 
 def test_context_is_the_prompt():
-    """SnapKV cuts there: what it keeps decides what follows, as in generation."""
+    """SnapKV cuts at the end of the context, as in generation."""
     policy = dms_jax.SnapKV(budget=8, window=4)
     (found,) = likelihoods(stories(), PAIRS[1:2], policy=policy, serving=SERVING)
     context, continuation = PAIRS[1]
@@ -181,7 +182,7 @@ def test_interrupt_keeps_finished_likelihoods(monkeypatch):
     assert_same(list(done.values()), [want[index] for index in done])
 
 
-def test_bad_pairs_are_rejected():
+def test_invalid_pairs_are_refused():
     for pairs, message in (
         ([([1], [2]), ([], [1])], "Pair 1 has an empty"),
         ([([1], [])], "Pair 0 has an empty"),
@@ -193,7 +194,7 @@ def test_bad_pairs_are_rejected():
     assert likelihoods(stories(), [], serving=SERVING) == []
 
 
-def test_a_context_and_its_continuation_are_encoded_together():
+def test_context_and_continuation_are_encoded_together():
     tokenizer = stories().tokenizer
     context, continuation = encode_pair(stories(), "Once upon ", "a time")
     assert [*context, *continuation] == tokenizer.encode("Once upon a time")
@@ -207,7 +208,7 @@ def test_a_context_and_its_continuation_are_encoded_together():
 
 
 def test_questions_are_answered_by_the_likeliest_option(tmp_path):
-    """Two options that stories make likely and unlikely; a long one wins by characters alone."""
+    """A likely and an unlikely option; a long one wins only when normalised by characters."""
     records = [
         {"query": "Once upon a time, there was a little", "choices": ["girl", "xqz"], "gold": 0},
         {"query": "Lily was happy. Lily was", "choices": ["xqz", "happy"], "gold": 0},
@@ -227,7 +228,7 @@ def test_questions_are_answered_by_the_likeliest_option(tmp_path):
     assert data["per_question"]["gold"] == [0, 0]
 
 
-def test_bad_questions_are_rejected(tmp_path):
+def test_invalid_questions_are_refused(tmp_path):
     path = lines(tmp_path / "a.jsonl", published.PIQA)
     with pytest.raises(DataError, match="holds 1 problems, and number 1"):
         evaluate_choices(stories(), PIQA(path), problems=2)
@@ -238,13 +239,13 @@ def test_bad_questions_are_rejected(tmp_path):
 # -- perplexity -----------------------------------------------------------------------------------
 
 
-def test_every_token_is_predicted_once():
+def test_perplexity_predicts_every_token_once():
     assert cut_into_windows([5, 6, 7], 2, 1) == [[1, 5, 6], [6, 7]]
     assert cut_into_windows([5, 6], 2, 1) == [[1, 5, 6]]
 
 
 @pytest.mark.nightly
-def test_perplexity_of_a_text_is_that_of_plain_passes(tmp_path):
+def test_perplexity_equals_plain_passes(tmp_path):
     story = "Once upon a time, there was a big dog. The dog liked to run and jump all day."
     path = text(tmp_path / "a.txt", story)
     tokens = stories().tokenizer.encode(story, add_special_tokens=False)
@@ -283,7 +284,7 @@ def test_documents_are_scored_separately(tmp_path):
     assert (cut.tokens, len(cut.window_nats)) == (alone[0].tokens + 3, 2)
 
 
-def test_bad_texts_are_rejected(tmp_path):
+def test_invalid_texts_are_refused(tmp_path):
     for path, options, message in (
         (tmp_path / "none.txt", {}, r"none\.txt cannot be read"),
         (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no document"),

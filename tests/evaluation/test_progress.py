@@ -1,20 +1,36 @@
-"""The bar of answers and their score, where it is shown."""
+"""The progress bar of answers and their score."""
+
+import itertools
 
 import pytest
 
+from dms_jax import terminal
+from dms_jax.evaluation import progress
 from dms_jax.evaluation.progress import progress_bar
 
 
 @pytest.mark.usefixtures("bare_notebook")
-def test_a_notebook_without_widgets_gets_lines(capsys):
+def test_a_notebook_without_widgets_gets_lines(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     with progress_bar(2, title="words", shown=True) as tick:
         tick(1.0)
         tick(0.0)
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert "words" in printed.err
-    assert "2/2 score 50.0%" in printed.err
-    assert "\x1b" not in printed.err
+    assert capsys.readouterr() == (
+        "",
+        "words: 0 of 2\nwords: 1 of 2, score 100.0%\nwords: 2 of 2, score 50.0%\n",
+    )
+
+
+def test_a_file_gets_a_line_in_ten_seconds(capsys, monkeypatch):
+    """Of runs that follow each other, too; a minute without a word looked like a hang."""
+    now = itertools.count(0.0, 4.0)
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress, "_lines", terminal.Lines())
+    for title in ("first", "second"):
+        with progress_bar(2, title=title, shown=True) as tick:
+            tick()
+            tick()
+    assert capsys.readouterr() == ("", "first: 2 of 2\nsecond: 2 of 2\n")
 
 
 def test_hidden_bar_prints_nothing(capsys):

@@ -1,4 +1,4 @@
-"""One queue, answers on disk as they end, and evaluations that go on."""
+"""One queue, answers on disk as they finish, and resumed evaluations."""
 
 import dataclasses
 import errno
@@ -35,7 +35,7 @@ def whole():
 
 
 def same(left, right):
-    """Equal but for the time that they took."""
+    """Equal except for the duration."""
     for field in dataclasses.fields(left):
         if field.name not in ("seconds", "cache_bytes"):
             one, other = getattr(left, field.name), getattr(right, field.name)
@@ -43,7 +43,7 @@ def same(left, right):
 
 
 def calls_of(monkeypatch):
-    """The sizes of the queues that the engine serves."""
+    """The sizes of the engine's queues."""
     sizes, serve = [], Engine.serve
 
     def counted(self, source):
@@ -127,23 +127,34 @@ def test_other_settings_are_refused(tmp_path):
     short = dataclasses.replace(SAMPLING, max_new_tokens=2)
     run(tmp_path, problems=1, sampling=short)
     for changes, name in (
-        ({"sampling": SAMPLING}, "sampling"),
-        ({"sampling": short, "policy": dms_jax.TOVA(budget=20)}, "policy"),
-        ({"sampling": short, "seed": 1}, "seed"),
-        ({"sampling": short, "serving": dataclasses.replace(SERVING, page_size=8)}, "page_size"),
+        ({"sampling": SAMPLING}, r"sampling \(`max_new_tokens` 2, not 16\)\."),
+        ({"sampling": short, "policy": dms_jax.TOVA(budget=20)}, r"policy \(`budget`"),
+        ({"sampling": short, "seed": 1}, r"`seed` \d+, not 1\."),
+        (
+            {"sampling": short, "serving": dataclasses.replace(SERVING, page_size=8)},
+            r"`page_size` \d+, not 8\.",
+        ),
     ):
-        with pytest.raises(DataError, match=rf"answers\.jsonl holds .* settings \({name}\)"):
+        with pytest.raises(DataError, match=rf"answers\.jsonl holds .* settings: {name}"):
             run(tmp_path, problems=1, **changes)
     other = dataclasses.replace(
         stories(), transformer=model_for("dms").transformer, generation=GenerationDefaults()
     )
     changed = dataclasses.replace(other, transformer=scaled(other.transformer))
-    with pytest.raises(DataError, match=r"settings \(model\)"):
+    with pytest.raises(DataError, match=r"settings: another model\."):
         evaluate(changed, Continue(), problems=1, sampling=short, serving=SERVING, out=tmp_path)
     path = tmp_path / "answers.jsonl"
     path.write_text(path.read_text() + "no\n")
     with pytest.raises(DataError, match=r"answers\.jsonl, line 4: this is no answer"):
         run(tmp_path, problems=1, chains=1, sampling=short)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
+def test_a_pipe_is_no_journal(tmp_path):
+    """Reading it would wait for a writer."""
+    os.mkfifo(tmp_path / "answers.jsonl")
+    with pytest.raises(DataError, match=r"answers\.jsonl is no regular file. .*another folder"):
+        module.Journal(tmp_path, {})
 
 
 def scaled(transformer):
@@ -153,7 +164,7 @@ def scaled(transformer):
 
 
 def test_unwritable_files_are_named(tmp_path, monkeypatch, whole):
-    """A full disk, and a folder where a file should be: what was answered is in the error."""
+    """A full disk, and a folder in place of a file: the error carries the answers."""
     (tmp_path / "table.md").mkdir()
     with pytest.raises(DataError, match=r"table\.md cannot be written: Is a directory") as caught:
         run(out=tmp_path)

@@ -33,7 +33,7 @@ def test_errors_are_clustered_by_problem():
 
 
 def test_error_of_one_problem_is_unknown():
-    """It is not 0, which would put any figure beyond any threshold."""
+    """It is not 0, which would make any difference significant."""
     assert math.isnan(standard_error(np.array([3.0])))
     alone = mean_over_problems(np.array([[1.0, 0.5]]))
     assert alone.value == 0.75
@@ -55,7 +55,7 @@ def test_seeds_add_to_the_error():
     measured = mean_over_seeds(values)
     assert measured.value == 0.5
     assert measured.error == pytest.approx(math.sqrt(1 / 12 + 1 / 36))
-    # One seed: what it has of its own is not known and is left out.
+    # With one seed its own variance is unknown and left out.
     assert mean_over_seeds(values[:1]).error == pytest.approx(math.sqrt(1 / 9))
 
 

@@ -1,4 +1,4 @@
-"""The first tokens of a longer answer are the shorter answer: text, tokens, reads and peak."""
+"""An answer cut to its first tokens equals the shorter answer: text, tokens, reads and peak."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from tests.generation.support import POLICIES, model_for, stories
 from tests.support.instances import further
 
 SAMPLING = dms_jax.Sampling(temperature=0.7, max_new_tokens=20, logprobs=True)
-# The pool is of one size for answers of any length, and so are page tables: they share programs.
+# Pool and page tables have one size for all lengths, so that answers share programs.
 SERVING = Serving(lanes=4, memory=400_000, page_size=64, chunk=4)
 SMALL_PAGES = dict(page_size=16)  # the budget of Quest is a page
 SNAPKV = dms_jax.SnapKV(budget=12, window=4, interval=5)
@@ -46,7 +46,7 @@ def cuts(found, length):
 
 
 def same(left, right):
-    """Equal chains; programs of other shapes round the log-probabilities otherwise."""
+    """Equal chains; log-probabilities differ by rounding in programs of other shapes."""
     assert [dataclasses.replace(each, logprob=0.0) for each in left] == [
         dataclasses.replace(each, logprob=0.0) for each in right
     ]
@@ -56,7 +56,7 @@ def same(left, right):
 
 @pytest.mark.parametrize("name", ["vanilla", *further("dms", "dmc", "tova", "quest", "snapkv")])
 def test_cut_answer_equals_a_shorter_run(name):
-    # With small pages every number of them has programs of its own.
+    # With small pages every number of pages has its own programs.
     options, lengths = (SMALL_PAGES, (6, 13)) if name == "quest" else ({}, (1, 6, 13))
     long = answers(name, **options)
     for length in lengths:
@@ -71,7 +71,7 @@ def test_cut_answer_equals_a_shorter_run(name):
 
 @pytest.mark.usefixtures("fakes")
 def test_cut_answer_after_preemption(monkeypatch):
-    """Its answer was recomputed as a prompt, and is not the prompt for all that."""
+    """The answer was recomputed like a prompt, but is not part of the prompt."""
     short, calm = answers(length=6, **SMALL_PAGES), answers(**SMALL_PAGES)
     preempted, preempt = [], Scheduler.preempt
 
@@ -121,5 +121,5 @@ def test_cut_around_the_end_of_an_answer():
         (dms_jax.PyramidKV(scorer=dms_jax.SnapKV(budget=100)), False),
     ],
 )
-def test_policies_that_depend_on_length(policy, depends):
+def test_depends_on_length_by_policy(policy, depends):
     assert depends_on_length(policy) == depends

@@ -1,4 +1,4 @@
-"""Mixtures: whole documents, shares, what counts in the loss, batches that depend on the step."""
+"""Mixtures: whole documents, shares, loss masks, batches that depend on the step."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from experiments.mixture import Mixture, Part, standard_parts
 
 LINEAR = Part("linear", 0.5, (LinearEquation(),))
 TRACKING = Part("tracking", 0.5, (VariableTracking(size=2, hops=1),))
-# The prose of the training split takes ten seconds to encode, in every process that makes batches.
+# Encoding the training split's prose takes ten seconds in every process that makes batches.
 LITTLE_PROSE = dict(split="validation")
 
 
@@ -72,7 +72,7 @@ def test_cached_encoding_equals_the_tokenizers(tokenizer):
             assert ids[prompt:] == [*solution, tokenizer.eos_token_id]
 
 
-def test_parts_get_their_shares(tokenizer):
+def test_parts_have_their_shares(tokenizer):
     mixture = Mixture(tokenizer, batch_size=16, length=2048, **LITTLE_PROSE)
     spent = dict.fromkeys(
         ("Problem: Solve", "Problem: Compute", "Problem: ", "Memorize", "A spec"), 0
@@ -108,7 +108,7 @@ def test_dropped_documents_do_not_count_for_their_part(tokenizer):
 
     one = Sized(tokenizer, (LINEAR, TRACKING), batch_size=1, length=20)
     chex.assert_trees_all_equal(one.batch(0)["tokens"][0], np.array([5] * 7 + [6] * 8 + [0] * 5))
-    # In earlier sequences it waits for the next one, and counts meanwhile.
+    # In earlier sequences it waits for the next one, and counts already.
     two = Sized(tokenizer, (LINEAR, TRACKING), batch_size=2, length=20)
     first, second = two.batch(0)["tokens"].tolist()
     assert first == [5] * 7 + [6] * 12 + [0]

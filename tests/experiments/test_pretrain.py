@@ -16,7 +16,7 @@ def test_small_run_writes_its_files(tmp_path, monkeypatch):
     def fewer(read, count):
         return lambda split: [text[:50_000] for text in read(split)[:count]]
 
-    # Nine megabytes of prose, of which five small steps read next to nothing, take long to encode.
+    # Nine megabytes of prose take long to encode, and five small steps read almost nothing.
     monkeypatch.setattr(dms_jax.assets, "stories", fewer(dms_jax.assets.stories, 300))
     monkeypatch.setattr(dms_jax.assets, "books", fewer(dms_jax.assets.books, 2))
     config = pretrain.Config(

@@ -1,19 +1,19 @@
-"""In all tests of generation chunks of eight steps are two programs; some run on fakes."""
+"""In these tests a chunk of eight steps is two programs; some tests run on fakes."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch) -> None:
-    """Chunks of eight steps are two programs, as longer ones are."""
-    from dms_jax.generation import in_flight  # jax is set up before it is imported
+    """Makes chunks of eight steps two programs, like longer ones."""
+    from dms_jax.generation import in_flight  # after tests/conftest.py has set up jax
 
     monkeypatch.setattr(in_flight, "_FEWEST_STEPS", 4)
 
 
 @pytest.fixture
 def fakes():
-    """Programs compute nothing; afterwards no engine has pages in use or steps in flight."""
+    """Replaces programs by fakes; afterwards no engine may have pages in use or steps in flight."""
     from tests.generation.support import HOST_ENGINES
     from tests.support.fake_programs import faked
 

@@ -1,8 +1,8 @@
-"""Compiles decode steps for an H200 and prints what a layer launches and copies, as JSON by policy.
+"""Compiles decode steps for an H200; prints launches and copies of a layer as JSON by policy.
 
     python -m tests.generation.launches
 
-Run by `test_launches.py` in a process of its own, with the compiler for GPUs (`make gpu-compiler`)
+`test_launches.py` runs it in a separate process, with the compiler for GPUs (`make gpu-compiler`)
 on its path, which would slow every start of jax. Nothing is executed and no array is made.
 """
 
@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 )
 POLICIES = {"Vanilla": Vanilla(), "DMS": DMS(window=64), "H2O": H2O(budget=128)}
 PAGES = LAYERS * BATCH * CONFIG.num_kv_heads * COLUMNS
-# What a program does without a kernel or a copy on the device.
+# Instructions without a kernel or a copy on the device.
 NO_LAUNCH = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "copy-done"}
 _COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\{$")
 _OPERATION = re.compile(r" = (?:\(.*?\)|\S+) ([\w-]+)\(")
@@ -42,7 +42,7 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 
 def compiled_step(policy: Policy, config: ModelConfig) -> str:
-    """Returns the text of the program of steps, as it would run on an H200."""
+    """Returns the text of the program of steps, compiled for an H200."""
     place = for_h200()
     given = arguments(policy, config, batch=BATCH, columns=COLUMNS, place=place)
     traced = programs.decode.on_gpu.trace(*given)
@@ -51,7 +51,7 @@ def compiled_step(policy: Policy, config: ModelConfig) -> str:
 
 
 def computations(text: str) -> tuple[dict[str, list[str]], dict[str, list[tuple[str, int]]]]:
-    """Returns what each computation launches, and its loops: the body of each and its turns."""
+    """Returns the launches of each computation, and its loops with body and number of turns."""
     lines: dict[str, list[str]] = {}
     loops: dict[str, list[tuple[str, int]]] = {}
     name = ""
@@ -72,7 +72,7 @@ def computations(text: str) -> tuple[dict[str, list[str]], dict[str, list[tuple[
 def layer_loop(text: str) -> tuple[list[str], int]:
     """Returns the kernels and copies of a turn of the loop over layers, and how many turns it has.
 
-    It is the loop inside the one over steps.
+    It is the inner loop of the loop over steps.
     """
     lines, loops = computations(text)
     # A body that holds several steps has as many loops over layers.
@@ -92,7 +92,7 @@ def report(policy: Policy, config: ModelConfig = CONFIG) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
+    jax.config.update("jax_platforms", "cpu")  # leaves a present GPU alone
     found = {name: report(policy) for name, policy in POLICIES.items()}
     normed = dataclasses.replace(CONFIG, qk_norm=True, model_type="qwen3")
     print(json.dumps(found | {"norms of queries and keys": report(Vanilla(), normed)}))

@@ -1,8 +1,8 @@
-"""Compiles programs that read prompts for an H200, and prints what they launch and take, as JSON.
+"""Compiles prefill programs for an H200; prints launches and memory as JSON.
 
     python -m tests.generation.prompt_launches
 
-Run by `test_prompt_programs.py` in a process of its own, as `launches.py` is. The shape is that of
+`test_prompt_programs.py` runs it in a separate process, like `launches.py`. The shape is that of
 Qwen2.5-0.5B, with and without padding. Nothing is executed and no array is made.
 """
 
@@ -72,7 +72,7 @@ def report(policy: Policy, places: int | None) -> dict:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
+    jax.config.update("jax_platforms", "cpu")  # leaves a present GPU alone
     print(
         json.dumps(
             {

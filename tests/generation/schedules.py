@@ -1,4 +1,4 @@
-"""Random schedules: when requests come, who listens, what is cancelled, and what fails."""
+"""Random schedules of arrivals, listeners, cancellations and failures."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import GREEDY, answer
 
-# An open stream; closed lists that nobody listens to, and with listeners who may be late or not.
+# An open stream; closed lists without a listener, and with a prompt or a late one.
 MODES = ("open", "list", "heard", "late")
 KEEP_ALL = ("keeps", "might evict")  # rows in which every token stays
 
@@ -27,13 +27,13 @@ class DeviceGoneError(Exception):
 
 @dataclasses.dataclass
 class Events:
-    """What happened.
+    """Counts of events.
 
     Attributes:
-      preempted: the indices of preempted requests, as often as they were.
-      released: how many lanes were given away while steps of them were in flight.
+      preempted: the index of a request for each of its preemptions.
+      released: the number of lanes reassigned while their steps were in flight.
       failures: how many programs failed.
-      unread: the indices of requests that were cancelled before anything was read of them.
+      unread: the indices of requests that were cancelled before their prefill began.
     """
 
     preempted: list[int] = dataclasses.field(default_factory=list)
@@ -57,18 +57,18 @@ def serve_at_random(
     to_fail = fails and choose.random() < 0.4
 
     def perhaps_cancel(*, between: bool = True) -> None:
-        """Cancels some requests; `between` prefill programs, those that wait are never read."""
+        """Cancels some requests; waiting ones cancelled `between` programs are never read."""
         if choose.random() >= share:
             return
         for each in choose.choices(requests, k=2):
             waits = each.state is State.WAITING and each.finish_reason is None
-            waits &= each.index in here  # what has not come is not cancelled
+            waits &= each.index in here  # requests that have not arrived cannot be cancelled
             if between and waits and not (each.generated or each.meter.prefilled):
                 events.unread.add(each.index)
             engine.cancel([each.index])
 
     def hear(update: Update) -> None:
-        """The tokens of an update are the newest: a server finds their log-probabilities so."""
+        """The tokens of an update are the newest; a server relies on this for log-probabilities."""
         generated = known[update.index].generated
         assert generated[len(generated) - len(update.tokens) :] == update.tokens
         told[update.index].append(update)
@@ -87,7 +87,7 @@ def serve_at_random(
         return poll
 
     def preempt(scheduler: Scheduler) -> int:
-        """Nothing is preempted while what may end an answer, and so make room, is in flight."""
+        """Nothing is preempted while a program in flight may end an answer and make room."""
         assert not scheduler.runner.reservation.steps_in_flight.any()
         assert not engine._call.in_flight.drawn
         running = dict(scheduler.running)
@@ -107,7 +107,7 @@ def serve_at_random(
         return own_decode(runner, *given, **more)
 
     def trim(reservation: Reservation) -> None:
-        """Another thread may cancel at any moment, while requests are admitted, too."""
+        """Another thread may cancel at any moment, also during admission."""
         perhaps_cancel(between=False)
         own_trim(reservation)
 
@@ -134,7 +134,7 @@ def serve_at_random(
                 engine.serve(source)
             except DeviceGoneError:
                 events.failures += 1
-                events.unread.clear()  # the engine has forgotten what was to be cancelled
+                events.unread.clear()  # the engine has forgotten the pending cancellations
             else:
                 assert all(each.finish_reason is not None for each in requests)
     for index, updates in told.items() if mode != "list" else ():
@@ -147,7 +147,7 @@ def serve_at_random(
 
 
 def check_alone(request: Request, name: str, events: Events, ends: tuple[int, ...]) -> None:
-    """Compares a request with what it is answered alone, as far as it was not cancelled."""
+    """Compares a request with its answer alone, up to its cancellation."""
     given = dict(copy=request.copy, ends=ends)
     want = functools.partial(answer, request.prompt, request.sampling, name, **given)
     if request.finish_reason != "cancelled":

@@ -1,11 +1,10 @@
-"""Compiles decode steps whose heads are split over devices, and says what a step communicates.
+"""Compiles decode steps with heads split over devices; reports the communication of a step.
 
     python -m tests.generation.split_steps
 
-Run so by `test_split_steps.py`, in a process of its own with the compiler for GPUs (`make
-gpu-compiler`) on its path, it compiles for two H200s that need not be there, and prints for some
-policies the collectives of a step and what a turn of the loop over layers launches, as JSON.
-Nothing is executed and no array is made.
+`test_split_steps.py` runs it in a separate process with the compiler for GPUs (`make gpu-compiler`)
+on its path. It compiles for two absent H200s and prints for some policies the collectives of a step
+and the launches of a turn of the layer loop, as JSON. Nothing is executed and no array is made.
 """
 
 import collections
@@ -49,9 +48,9 @@ POLICIES: dict[str, Policy] = {
     "Quest": Quest(budget=128, dense_layers=0),
     "AdaKV": AdaKV(SnapKV(budget=128, interval=64)),
 }
-# Of these the compiler for GPUs is asked too: seven seconds each.
+# These are also compiled for GPUs, seven seconds each.
 ON_GPUS = ("Vanilla", "DMS", "AdaKV")
-# What holds other launches, or waits for them.
+# Instructions that contain other launches, or wait for them.
 HOLDERS = {"CommandBuffer", "DynamicSliceFusion", "AsyncStart", "AsyncDone", "While", "Conditional"}
 GREEDY, TOP_P = Sampling(temperature=0), Sampling(temperature=0.6, top_p=0.95)
 
@@ -59,7 +58,7 @@ GREEDY, TOP_P = Sampling(temperature=0), Sampling(temperature=0.6, top_p=0.95)
 def split_arguments(
     policy: Policy, config: ModelConfig, mesh: Mesh, sampling: Sampling, *, batch: int = BATCH
 ) -> tuple:
-    """Returns shapes for a chunk of steps, placed as `Runner.decode` has them on a mesh."""
+    """Returns shapes for a chunk of steps, placed as by `Runner.decode` on a mesh."""
     given = arguments(policy, config, batch=batch, columns=COLUMNS)
     model, cache, host, table, tokens, remaining, seeds, policy, _, _, ends = given
 
@@ -91,7 +90,7 @@ def split_arguments(
 
 
 def of_a_step(text: str) -> dict[str, int]:
-    """Returns how often a step has each collective; those of a whole chunk are left out.
+    """Returns the count of each collective in a step, without those of a whole chunk.
 
     # Out: {"all-reduce bf16[32,1024]": 64, ...}
     """
@@ -104,13 +103,13 @@ def of_a_step(text: str) -> dict[str, int]:
 
 
 def two_gpus() -> Mesh:
-    """Returns a mesh of two H200s that need not be there."""
+    """Returns a mesh of two absent H200s."""
     devices = np.array(gpu_compiler.devices("h200", DEVICES, a_host=DEVICES))
     return Mesh(devices.reshape(1, DEVICES), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def turn_of(thunks: str) -> list[str]:
-    """Returns the kinds of what a turn of the loop over layers does, in a graph or not."""
+    """Returns the kinds of instructions in a turn of the layer loop, inside and outside graphs."""
     lines = thunks.splitlines()
     loops = [place for place, line in enumerate(lines) if line.strip() == "body:"]
     turn, least = [], 0
@@ -125,7 +124,7 @@ def turn_of(thunks: str) -> list[str]:
 
 
 def report(policy: Policy, sampling: Sampling) -> dict:
-    """Returns what a step does on two H200s.
+    """Reports a step on two H200s.
 
     That is its collectives; how many kernels, copies and collectives a turn of the loop over layers
     has, in a graph or not; and how many of these are sums by XLA's own kernel.
@@ -152,6 +151,6 @@ def report(policy: Policy, sampling: Sampling) -> dict:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
+    jax.config.update("jax_platforms", "cpu")  # leaves a present GPU alone
     found = {name: report(POLICIES[name], GREEDY) for name in ON_GPUS}
     print(json.dumps(found | {"top-p": report(Vanilla(), TOP_P)}))

@@ -33,7 +33,7 @@ POLICIES = {
     "tova": dms_jax.TOVA(budget=20, **BY_TOKEN),
     "quest": dms_jax.Quest(budget=32, dense_layers=1),
 }
-# One policy per mechanism: these run on the real engine, also with preemption.
+# One policy per mechanism, for the real engine, also with preemption.
 MECHANISMS = POLICIES | {
     "snapkv": dms_jax.SnapKV(budget=12, window=4, interval=4),
     "kcache": dms_jax.KCache(top=4, first_layers=1),
@@ -64,7 +64,7 @@ def engine_for(name: str) -> Engine:
     return Engine(model_for(name, ends=False), max_tokens=64, **SHAPE)
 
 
-# How rows of the fakes grow: all tokens, some, up to a budget, and with a cut prompt.
+# Growth of the fakes' rows: all tokens, some, up to a budget, and with a cut prompt.
 ROWS_OF = {
     "keeps": dms_jax.Vanilla(),
     "evicts": dms_jax.RandomEviction(window=10, rate=0.6),
@@ -73,7 +73,7 @@ ROWS_OF = {
     "large budget": dms_jax.TOVA(budget=28, **BY_TOKEN),
     "cuts": dms_jax.SnapKV(budget=8, window=4),
     "cuts often": dms_jax.SnapKV(budget=8, window=4, interval=4),
-    # Admission assumes that it may evict, but it keeps every token.
+    # Admission assumes that this policy may evict, but it keeps every token.
     "might evict": dms_jax.RandomEviction(window=10, rate=0.0),
 }
 HOST_ENGINES: list[Engine] = []
@@ -92,7 +92,7 @@ def host_engine(
 
 @functools.cache
 def adapted(name: str) -> LanguageModel:
-    """Returns the shipped model with low-rank updates, of other ranks for other names."""
+    """Returns the shipped model with low-rank updates, whose ranks depend on the name."""
     transformer, size = stories().transformer, LowRank(rank=1 + ord(name) % 2)
     factors = low_rank.initial_factors(transformer, size, jax.random.key(ord(name)))
     transformer = low_rank.add_factors(transformer, size, factors)
@@ -110,7 +110,7 @@ def adapted_engine(name: str = "keeps", lanes: int = 2, **options) -> Engine:
 
 
 def answer(prompt: Sequence[int], sampling: Sampling = GREEDY, name: str = "keeps", **given):
-    """Returns what the fakes answer; see `answer_of`."""
+    """Returns the fakes' answer; see `answer_of`."""
     return _answer(tuple(prompt), sampling, name, **given)
 
 
@@ -129,7 +129,7 @@ def _answer(prompt: tuple[int, ...], sampling: Sampling, name: str, **given) -> 
 def requests_of(
     prompts: Sequence[list[int]], samplings: Sequence[Sampling] | Sampling, *, copies: bool = False
 ) -> list[Request]:
-    """Returns requests with their own samplings, indexed by position.
+    """Returns requests with separate samplings, indexed by position.
 
     With `copies` equal prompts draw differently.
     """
@@ -141,14 +141,14 @@ def requests_of(
 
 
 def serve_arrivals(engine: Engine, looks: Sequence[list[Request]], on_tokens=None) -> None:
-    """Serves requests that come at the first polls, and none later."""
+    """Serves requests that arrive at the first polls."""
     left = iter(looks)
     engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=lambda wait: next(left, None)))
 
 
 @contextlib.contextmanager
 def squeezed(engine: Engine, pages: int) -> Iterator[None]:
-    """A context in which the idle engine's pool has fewer pages, without other programs."""
+    """A context in which the idle engine's pool has fewer pages, for the same programs."""
     runner, restart = engine.runner, engine.runner.restart
     runner.recover()
     whole = runner.reservation.allocator._free[0]
@@ -195,7 +195,7 @@ def results_of(monkeypatch, owner: Any, name: str) -> list[Any]:
 
 
 def every_shape(shapes: Shapes) -> list[Shape]:
-    """Returns the shapes of all widths, the widest first."""
+    """Returns the shapes of all widths, widest first."""
     return [shape for width in shapes.widths for shape in shapes.of_width(width)]
 
 

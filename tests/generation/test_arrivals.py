@@ -23,7 +23,7 @@ from tests.support.fake_programs import ENDS
 
 pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK, WIDTH = SHAPE["chunk"], SHAPE["prefill_chunk"]
-BY_CHUNK = dict(prefill_tokens=WIDTH)  # prompts are read by a chunk of one between two of steps
+BY_CHUNK = dict(prefill_tokens=WIDTH)  # one prefill program between two chunks of steps
 ONE = dataclasses.replace(GREEDY, max_new_tokens=1)
 SETTINGS = [
     GREEDY,
@@ -55,8 +55,8 @@ def test_requests_join_running_call():
     assert engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=incoming)) == []
     assert sorted(ended) == [0, 1, 2]
     check(requests)
-    assert waited[:2] == [True, False]  # nothing else was to be done before the first one
-    assert max(together) == 2  # and the third one came while these ran
+    assert waited[:2] == [True, False]  # nothing else to do before the first one
+    assert max(together) == 2  # the third one came while these ran
     assert not engine.running
 
 
@@ -75,7 +75,7 @@ def test_requests_are_polled_between_chunks():
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_usage_after_one_token_excludes_steps_in_flight(name):
-    """They were launched before the token was known, and their pages belong to its lane."""
+    """They were launched before the token was known, and use pages of the request's lane."""
     text = story_tokens()
     prompt = next(
         text[at : at + 13]
@@ -96,7 +96,7 @@ def test_usage_after_one_token_excludes_steps_in_flight(name):
 
 @pytest.mark.parametrize("lengths", [(5, 30, 1), (5, 7, 1)], ids=["alone", "steps-run"])
 def test_cancelled_queued_request_is_never_prefilled(lengths):
-    """A lane is free for it at the moment when it is cancelled, while steps of another may run."""
+    """It is cancelled just when a lane becomes free; steps of another request may run."""
     engine, told = host_engine(), []
     short = dataclasses.replace(GREEDY, max_new_tokens=5)
     requests = requests_of(prompts(lengths), [short, GREEDY, GREEDY])
@@ -120,7 +120,7 @@ def test_cancelled_queued_request_is_never_prefilled(lengths):
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("listens", [False, True], ids=["incoming", "told"])
 def test_usage_of_cancelled_prefill(listens, copies):
-    """It is cancelled when its first part was launched behind steps that nobody has read."""
+    """It is cancelled once its first part is launched, after steps that are not collected."""
     engine, (short, long) = host_engine(lanes=4, **BY_CHUNK), prompts((5, 30))
     first, other, *copied = requests_of([short, *[long] * copies], GREEDY, copies=True)
     coming = [[first], [other, *copied]]
@@ -150,10 +150,10 @@ def test_usage_of_cancelled_prefill(listens, copies):
 
 
 def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
-    """Serves the first prompt, and the others from when it has `after` tokens.
+    """Serves the first prompt, and the others once it has `after` tokens.
 
-    Returns the requests, what was told, and at each look for more the tokens of the first answer
-    and those that the others have read.
+    Returns the requests, the notifications, and at each poll the tokens of the first answer and the
+    prefilled tokens of the others.
     """
     first, *others = requests_of(given, samplings)
     coming, looks, told = [[first], others], [], []
@@ -172,7 +172,7 @@ def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
 
 
 def test_prefill_continues_in_turn_of_preemption(monkeypatch):
-    """Two prompts come together, and the pool holds one of them beside the growing answer."""
+    """Two prompts arrive together, and the pool holds only one beside the growing answer."""
     shape = dict(page_size=8, chunk=4, prefill_chunk=16, prefill_tokens=32, max_tokens=96)
     engine = host_engine("evicts", 3, **shape)
     given = prompts((5, 70, 70))
@@ -200,7 +200,7 @@ def test_prefill_continues_in_turn_of_preemption(monkeypatch):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["no room", "a prefix is read"])
 def test_requests_of_failed_call_are_served_by_next_call(shared, monkeypatch):
-    """A server queues them again, perhaps behind more urgent requests."""
+    """A server queues them again, perhaps after more urgent requests."""
     engine = host_engine("keeps", 2, page_size=8, prefix_cache=0)
     first, second = prompts((30, 20))
     requests = requests_of([first, first[:24] + second if shared else second], GREEDY)

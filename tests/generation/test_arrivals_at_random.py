@@ -1,4 +1,4 @@
-"""Requests that come, are cancelled, preempted and fail at random are answered as each alone."""
+"""Random arrivals, cancellations, preemptions and failures: each request is answered as alone."""
 
 import collections
 import random
@@ -13,9 +13,9 @@ from tests.support.fake_programs import ENDS
 
 pytestmark = pytest.mark.usefixtures("fakes")
 PROMPTS = prompts((5, 30, 40))
-# The second often: those that come together share it, and so do those that come while it is read.
+# The second prompt is frequent: requests share it if they arrive together or during its prefill.
 CHOICES = (0, 0, 1, 1, 1, 1, 2)
-# Letters that answers come to at any place; most requests stop at none.
+# Letters that occur at any place in answers; most requests have no stop string.
 STOPS = ((), (), ("e",), (" a", "ck"))
 ROUNDS = 14
 
@@ -68,8 +68,8 @@ def drawn_requests(config, choose: random.Random, mode: str, ends) -> list[Reque
 def test_each_answer_is_that_of_the_request_alone(name, pages, ends, options):
     """Some first tokens end a request before its copy of a shared prompt fits.
 
-    Of chunks of 8 steps the second half may run while lanes are given away, also those of answers
-    that a stop string ended, of which the device does not know.
+    The second half of a chunk of 8 steps may run while lanes are reassigned, also lanes of answers
+    that a stop string ended, which the device does not know.
     """
     engine, reached = host_engine(name, 4, ends=ends, page_size=8, **options), collections.Counter()
     for seed in range(ROUNDS):
@@ -88,5 +88,5 @@ def test_each_answer_is_that_of_the_request_alone(name, pages, ends, options):
     assert min(reached["cancelled"], reached["failures"]) > 0, reached
     assert reached["end"] > 5 or not ends
     assert reached["released"] or options["chunk"] == 4, reached
-    # What will be cut is admitted when its whole prompt fits, and grows no more.
+    # A prompt to be cut is admitted when it fits whole, and does not grow afterwards.
     assert reached["preempted"] or pages == 640 or name.startswith("cuts"), reached

@@ -16,7 +16,7 @@ from tests.support.models import random_model, random_tokens, tiny_config
 
 LENGTHS = (11, 3, 20, 7, 20)
 PROMPTS = [random_tokens(index, length).tolist() for index, length in enumerate(LENGTHS)]
-# One compiled shape for prompts of any length.
+# One compiled shape for all prompt lengths.
 ALONE = dict(page_size=8, table_width=6, chunk=8, prefill_chunk=8)
 # Lanes, page sizes, prompt chunks and decode chunks.
 ARRANGEMENTS = (
@@ -42,7 +42,7 @@ def test_answers_do_not_depend_on_batch(policy, dtype, arrangements):
     with jax.enable_x64(dtype == "float64"):
         transformer = random_model(tiny_config(), adapter=True, dtype=jnp.dtype(dtype))
         model = LanguageModel(transformer, policy=policy)
-        # Without sampling at all in one policy: elsewhere both run the programs that sample.
+        # One policy runs without sampling; the others always run the sampling programs.
         for temperature in (0.0 if policy == dms_jax.Vanilla() else 1e-30, 0.9):
             options = dict(temperature=temperature, max_new_tokens=20, logprobs=True)
             alone = []

@@ -1,4 +1,4 @@
-"""Budgets relative to the request: each sequence of a batch has its own."""
+"""Budgets relative to the request: each sequence of a batch has a separate budget."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ READS = {
         **(dict(top=budget) if budget else dict(compression_ratio=compression_ratio)),
     ),
 }
-# The programs of a batch of two, of a conversation with a branch, and of both with any budgets.
+# Programs of a batch of two, of a conversation with a branch, and of both with any budgets.
 BOTH = SHARED | dict(num_lanes=2, max_tokens=128)
 TURNS = SHARED | dict(branches=1, max_tokens=128)
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -49,11 +49,11 @@ def answers(policy, prompts):
     ids=KINDS | READS,
 )
 def test_budget_is_share_of_request(kind):
-    """In company and alone the same, which for one of them is that of a budget in tokens."""
+    """The same in a batch and alone; for one of them it equals a budget in tokens."""
     policy, (one, other) = kind(compression_ratio=2), PROMPTS[1:]
     together = answers(policy, [one, other])
     fixed = kind(budget=(len(other) + SAMPLING.max_new_tokens) // 2)
-    if fixed.parallel == "always" and policy.shrinks:  # a window in tokens is that of prompts, too
+    if fixed.parallel == "always" and policy.shrinks:  # a window in tokens applies to prompts, too
         fixed = policy
     separate = [*answers(policy, [one]), *answers(fixed, [other])]
     for completion, alone in zip(together, separate, strict=True):
@@ -133,7 +133,7 @@ def test_kcache_fetches_fixed_number():
 
 @pytest.mark.nightly
 def test_scores_use_budget_of_whole_sequence():
-    """In company and alone the same, which for one of them is that of a budget in tokens."""
+    """The same in a batch and alone; for one of them it equals a budget in tokens."""
     one, other = list(range(3, 19)), list(range(3, 15))
     share = dms_jax.H2O(compression_ratio=2)
     together = dms_jax.score(stories(), [one, other], policy=share, chunk=8)
@@ -164,7 +164,7 @@ def test_scores_use_given_max_length():
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
-def test_usage_counts_what_a_cut_leaves(name, left):
+def test_usage_counts_tokens_after_a_cut(name, left):
     """An answer of one token: no token was run after the eviction."""
     one, (prompt,) = dataclasses.replace(GREEDY, max_new_tokens=1), prompts([40])
     (made,) = host_engine(name, 1).generate([prompt], sampling=one)
@@ -173,7 +173,7 @@ def test_usage_counts_what_a_cut_leaves(name, left):
 
 
 @pytest.mark.nightly
-def test_usage_of_score_that_ends_with_cut():
+def test_usage_of_score_ending_with_a_cut():
     policy = dms_jax.Knorm(budget=16, interval=8)
     (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
     assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
@@ -181,14 +181,14 @@ def test_usage_of_score_that_ends_with_cut():
 
 @pytest.mark.usefixtures("fakes")
 def test_cut_prompt_frees_pages():
-    """In a pool that is sized for it: the prompt is in it in full."""
+    """In a pool sized for the whole prompt."""
     engine, held = host_engine("cuts often", 1), []
     engine.generate(
         prompts([50]),
         sampling=dataclasses.replace(GREEDY, max_new_tokens=9),
         on_tokens=lambda update: held.append(engine.runner.reservation.allocator.pages_in_use),
     )
-    assert set(held) == {20, 0}  # 8 of 50 tokens, and 4 more, until it has ended
+    assert set(held) == {20, 0}  # 8 of 50 tokens, and 4 more, until the end
 
 
 def test_pool_size_follows_shared_budget():

@@ -1,4 +1,4 @@
-"""Interrupted calls keep what is finished, and overlapping calls are refused without harm."""
+"""Interrupted calls keep finished results, and overlapping calls are refused without harm."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ class Enough(Exception):
     pass
 
 
-# -- what is finished is kept ------------------------------------------------------------------
+# -- finished results are kept -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Enough, SystemExit])
@@ -126,7 +126,7 @@ def test_interrupt_during_decoding_truncates_no_text(nth, monkeypatch):
 
 def test_second_interrupt_carries_finished_completions(monkeypatch):
     given, engine = prompts((5, 13, 9)), host_engine()
-    check(engine.generate(given, sampling=SHORT), given)  # there is a cache from here on
+    check(engine.generate(given, sampling=SHORT), given)  # from here on there is a cache
 
     def interrupt(update):
         if update.index == 2:
@@ -163,7 +163,7 @@ def test_interrupt_during_usage_accounting_loses_nothing(place, monkeypatch):
 
 
 def test_capacity_error_carries_finished_completions():
-    """The policy might evict, so it is not known in advance that the last one does not fit."""
+    """The policy might evict, so it is not known in advance that the last request does not fit."""
     given, engine = [*prompts((5, 9, 13)), prompts((55,))[0]], host_engine("might evict", 1)
     with squeezed(engine, SMALL):
         with pytest.raises(CapacityError, match=r"cannot hold .* of prompt 3") as caught:
@@ -254,7 +254,7 @@ def test_failed_judgement_carries_answers():
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_abandoned_call_leaves_nothing_behind(turns):
-    """No steps in flight, lanes or pages: the next call is served as by a new engine."""
+    """No steps in flight, lanes or pages remain: the next call runs as on a new engine."""
     engine, given = host_engine(), prompts((5, 9, 13))
     requests = make_requests(engine.model.config, given, GREEDY)
     with engine.open(Source(requests, GREEDY)) as call:
@@ -267,7 +267,7 @@ def test_abandoned_call_leaves_nothing_behind(turns):
     check(engine.generate(given, sampling=SHORT), given)
 
 
-# -- what is known not to fit is refused -------------------------------------------------------
+# -- requests that cannot fit are refused ------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["keeps", "cuts"])
@@ -282,7 +282,7 @@ def test_prompt_that_cannot_fit_is_refused_up_front(name, prefilled):
 
 
 def test_first_chunk_that_cannot_fit_is_refused_up_front(prefilled):
-    """Under any policy, here one that does not declare how much it keeps."""
+    """Under any policy, here one without a declared limit."""
     engine = host_engine("evicts", 1, prefill_chunk=64)
     with (
         squeezed(engine, SMALL),
@@ -292,7 +292,7 @@ def test_first_chunk_that_cannot_fit_is_refused_up_front(prefilled):
     assert prefilled == []
 
 
-def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(prefilled):
+def test_too_long_answer_is_refused_unless_it_may_end_early(prefilled):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
     engine, ending = host_engine(lanes=1), host_engine(lanes=1, ends=ENDS)
@@ -302,7 +302,7 @@ def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(prefilled):
         assert prefilled == []
         (completion,) = engine.generate(given[1:], sampling=exact)  # to the last slot
         answer(given[1], exact).check(completion)
-        # An end token or a stop string may come first, so it is tried.
+        # An end token or a stop string may come first, so the request runs.
         stop = dataclasses.replace(long, stop=completion.text[:4])
         (completion,) = engine.generate(given[1:], sampling=stop)
         answer(given[1], stop).check(completion)
@@ -318,7 +318,7 @@ def test_answer_that_cannot_fit_is_refused_if_nothing_ends_it_early(prefilled):
 
 
 def test_answer_of_one_token_needs_no_room():
-    """The pool holds the prompt but no chunk of steps, and needs none."""
+    """The pool holds the prompt but no chunk of steps, which is enough."""
     (prompt,) = prompts((16 * (PAGES - 1),))
     engine = host_engine("might evict", 1, ends=ENDS)
 
@@ -401,7 +401,7 @@ def test_reentrant_turn_is_refused():
 
 
 def test_concurrent_calls_are_refused_or_answered():
-    """Eight threads share one engine, and each call is answered whole or not at all."""
+    """Eight threads share one engine, and each call is answered completely or refused."""
     given = [prompts((5, 13)), prompts((9, 30)), prompts((1, 4)), prompts((13, 2))]
     engine, want = host_engine(), [[answer(p, SHORT).tokens for p in each] for each in given]
     results = types.SimpleNamespace(right=0, busy=0, wrong=[])

@@ -47,7 +47,7 @@ def test_cancel_running_and_queued_requests(name):
     assert [each.finish_reason for each in (one, never)] == ["cancelled"] * 2
     answer(given[0], name=name).check(first)
     answer(given[3], name=name).check(last)
-    # The prompt's token and one chunk: as if no more had been asked for.
+    # The prompt's token and one chunk, as if no more had been requested.
     short = dataclasses.replace(GREEDY, max_new_tokens=1 + CHUNK)
     want = answer(given[1], short, name)
     dataclasses.replace(want, finish_reason="cancelled").check(one)
@@ -56,7 +56,7 @@ def test_cancel_running_and_queued_requests(name):
 
 
 def test_cancel_waits_for_first_token_in_flight(monkeypatch):
-    """Another thread cancels while the token is in flight behind collected steps."""
+    """Another thread cancels while the token is in flight after collected steps."""
     engine, sampling = host_engine(), dataclasses.replace(GREEDY, max_new_tokens=30)
     requests = requests_of(prompts((5, 9)), sampling)
     listener, trim = Listener(2), Reservation.trim
@@ -67,7 +67,7 @@ def test_cancel_waits_for_first_token_in_flight(monkeypatch):
         trim(runner)
 
     monkeypatch.setattr(Reservation, "trim", cancelled)
-    monkeypatch.setattr(Reservation, "fits_table", lambda *_: False)  # which has the steps read
+    monkeypatch.setattr(Reservation, "fits_table", lambda *_: False)  # which collects the steps
     serve_arrivals(engine, [requests[:1], [], requests[1:]], listener)
     first, one = requests
     answer(first.prompt, sampling).check(first)
@@ -88,7 +88,7 @@ def test_cancel_takes_effect_before_next_chunk():
     listener.check(completions)
     assert [len(completion.tokens) for completion in completions] == [1, 1, 0, 0]
     assert {completion.finish_reason for completion in completions} == {"cancelled"}
-    # The next call is not touched.
+    # The next call is not affected.
     assert engine.generate(given, sampling=GREEDY)[0].finish_reason == "length"
 
 
@@ -141,7 +141,7 @@ def test_cancel_stops_prefill(name):
     long, other = cancelled_while_it_is_read(host_engine(name), prompts((30, 13)), 0)
     assert (long.finish_reason, long.generated) == ("cancelled", [])
     assert long.usage.prefilled_tokens == long.usage.live_tokens == WIDTH
-    assert long.usage.compression_ratio == 1  # of the prefilled part: the window evicts nothing yet
+    assert long.usage.compression_ratio == 1  # of the prefilled part; the window evicts nothing yet
     answer(other.prompt, GREEDY, name).check(other)
 
 
@@ -155,7 +155,7 @@ def test_cancelled_prompt_is_completed_for_its_sharer():
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_cancel_of_all_sharers_stops_prefill(listens):
-    """As when a client that asked for several answers disconnects."""
+    """As when a client that requested several answers disconnects."""
     engine, (prompt, after) = host_engine("evicts"), prompts((30, 13))
     for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1, listens=listens):
         assert (request.finish_reason, request.generated) == ("cancelled", [])

@@ -23,7 +23,7 @@ from tests.generation.support import (
 )
 
 SHAPE = dict(max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
-# The programs of conversations that are asked questions, too.
+# Programs of conversations, including those with questions.
 BRANCHES = SHAPE | dict(branches=2)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 on_fakes = pytest.mark.usefixtures("fakes")
@@ -85,7 +85,7 @@ def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
 
 @pytest.mark.nightly
 def test_quest_turns_keep_their_prompts_dense():
-    """It differs from one run over all tokens: the earlier answer was computed with selection."""
+    """One run over all tokens differs: here the earlier answer was computed with selection."""
     conversation = dms_jax.Conversation(model_for("quest", ends=False), **BRANCHES)
     for turn in prompts([20, 6]):
         completion = conversation.say(turn, sampling=SHORT)
@@ -121,7 +121,7 @@ def test_interrupted_turn_leaves_conversation_unchanged(name, prefilled):
             conversation.say([5, 6, 7], sampling=SHORT, on_tokens=interrupt)
         prefilled.clear()
         completion = conversation.say(turn, sampling=SHORT)
-        assert sum(prefilled) == len(past) + len(turn)  # the past was recomputed, once
+        assert sum(prefilled) == len(past) + len(turn)  # the history was recomputed, once
         check_turn(completion, past, turn, name)
         past += turn + completion.tokens
     assert len(conversation.turns) == 3
@@ -214,7 +214,7 @@ def test_template_variables_apply_wherever_messages_are_rendered(chatting, prefi
     assert text_of(thinking) == len(encode("<s>[user] A cat[assistant] hm", False))
     assert text_of(chatting) == len(encode("<s>[user] A cat[assistant] ", False))
     written = thinking.tokenizer.apply_chat_template(user("A cat"), thinking="no")
-    assert written == "<s>[user] A cat[assistant] no"  # what a call gives goes first
+    assert written == "<s>[user] A cat[assistant] no"  # the variables of a call take precedence
 
     trained = encode_document(user("A cat"), thinking.tokenizer)
     assert list(trained) == encode("<s>[user] A cat" + "hm", False)
@@ -268,7 +268,7 @@ def test_several_seeds_for_one_conversation_are_refused():
 @on_fakes
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_questions_prefill_their_context_once(name, prefilled):
-    """Three questions in two branches equal three conversations, and the context stays."""
+    """Three questions in two branches equal three conversations; the context stays."""
     context, *questions = prompts([17, 4, 9, 6])
     conversation = begun(name, **BRANCHES)
     conversation.read(context)
@@ -279,7 +279,7 @@ def test_questions_prefill_their_context_once(name, prefilled):
         own = want.usage | dict(prompt_tokens=len(question) + (past != context))
         dataclasses.replace(want, usage=own).check(found)
 
-    for _ in range(2):  # what is asked leaves nothing behind
+    for _ in range(2):  # questions leave nothing behind
         answers = conversation.ask(questions, sampling=SHORT)
         for found, question in zip(answers, questions, strict=True):
             check(found, context, question)
@@ -326,7 +326,7 @@ def test_chains_prefill_their_question_once(prefilled):
 
 
 def with_pages(conversation, pages: int):
-    """Returns a conversation that has begun nothing, with so many pages in its pool."""
+    """Returns a new conversation with a pool of that many pages."""
     free = conversation._engine.runner.reservation.allocator._free
     free[0] = free[0][len(free[0]) - pages :]
     return conversation
@@ -334,7 +334,7 @@ def with_pages(conversation, pages: int):
 
 @on_fakes
 def test_questions_that_do_not_fit_together_wait():
-    """Memory for the context and one question, though there are two branches."""
+    """There is memory for the context and one question, but there are two branches."""
     context, *questions = prompts([17, 4, 9])
     conversation = with_pages(begun(**BRANCHES), 7 * 20)
     conversation.read(context)

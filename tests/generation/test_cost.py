@@ -68,7 +68,7 @@ def test_another_temperature_compiles_nothing():
 
     assert compilations.of(call(temperature=0.6, top_p=0.9)) > 0
     assert compilations.of(call(temperature=1.1, top_p=0.8, seed=3)) == 0
-    assert compilations.of(call(temperature=1, top_p=0.5)) > 0  # few may be kept: a search
+    assert compilations.of(call(temperature=1, top_p=0.5)) > 0  # needs a search
     assert compilations.of(call(temperature=0.6, top_p=0.3, seed=3)) == 0
     assert compilations.of(call(temperature=1, top_p=0.8)) == 0
     assert compilations.of(call(temperature=1, top_p=0.8, min_p=0.1)) > 0
@@ -88,7 +88,7 @@ def test_growing_sequences_compile_few_programs():
 
 @fakes
 def test_steps_after_cut_have_narrow_page_tables(monkeypatch):
-    """A step scores, and gathers before a cut, as many slots as its table has."""
+    """A step scores, and before a cut gathers, as many slots as its table has."""
     compilations = Compilations()
     policy = dms_jax.SnapKV(budget=8, window=4, interval=4, kernel=3)
     engine = dms_jax.Engine(
@@ -111,7 +111,7 @@ def test_steps_after_cut_have_narrow_page_tables(monkeypatch):
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=12)
     engine.generate(prompts([140]), sampling=sampling)
     assert engine.runner.reservation.table_width(1) >= 140 // 4  # of prompts
-    assert set(widths) == {16}  # the least that there is
+    assert set(widths) == {16}  # the narrowest table
     assert compilations.of(lambda: engine.generate(prompts([139]), sampling=sampling)) == 0
 
 
@@ -140,15 +140,15 @@ def test_mixed_traffic_compiles_few_programs():
             request.max_new_tokens = int(new)
         engine.serve(Source(requests, sampling))
 
-    # Prompts take two widths, each for many entries and for few, and two widths of the page table;
-    # one chunk of steps for each of these; first tokens, clearing, and hidden states.
+    # Prefill has two widths, each for many and for few entries, with two widths of the page table;
+    # steps have one chunk for each of these; then first tokens, clearing, and hidden states.
     assert compilations.of(lambda: [traffic(*each) for each in ((40, 140), (1, 9), (3, 60))]) <= 17
     assert compilations.of(lambda: [traffic(*each) for each in ((23, 120), (2, 30), (9, 5))]) <= 1
 
 
 @fakes
-def test_filter_of_request_is_made_once(monkeypatch):
-    """With 256 lanes it took half a millisecond a program, for which the device waited."""
+def test_sampling_filter_is_built_once(monkeypatch):
+    """With 256 lanes it took half a millisecond per program, during which the device waited."""
     made, own = collections.Counter(), dms_jax.Sampling.filter.func
 
     def counted(self):
@@ -178,7 +178,7 @@ def test_chains_are_encoded_once(monkeypatch):
 
 
 def test_chunk_does_not_scan_queue():
-    """Thousands may wait, and the device idles while a chunk is finished."""
+    """Thousands may wait, and the device is idle while a chunk is finished."""
     looked: list[object] = []
 
     class Queue(collections.deque):
@@ -196,7 +196,7 @@ def test_chunk_does_not_scan_queue():
     queue = PrefillQueue(runner.prompt_shapes(8, 64), takes_turns=False)
     scheduler = Scheduler(Admission(runner, 8, 8, ()), queue, Notifier(tracker), [], keep=False)
     scheduler.waiting, scheduler.cancelled = Queue(requests), {7}
-    scheduler.finish()  # of a cancellation, for which they are
+    scheduler.finish()  # the cancellation itself scans
     assert requests[7].finish_reason == "cancelled"
     assert list(scheduler.waiting) == requests[:7] + requests[8:]
     looked.clear()
@@ -204,7 +204,7 @@ def test_chunk_does_not_scan_queue():
     assert len(looked) < 20  # type checks of the tests look at some
 
 
-def test_rows_of_array_are_distinct_prompts():
+def test_array_rows_are_distinct_prompts():
     """Each access makes a new object, perhaps at the same address."""
     rows = np.arange(1, 41).reshape(10, 4)
     found = given_requests.encode_prompts(model_for("vanilla", ends=False), rows)
@@ -248,7 +248,7 @@ def best_of(call, count: int = 5) -> float:
 
 
 def test_page_allocation_is_fast(large):
-    """The bookkeeping of a chunk, with generous bounds because the machine has other work."""
+    """The bookkeeping of a chunk, with generous bounds because the machine may be busy."""
     slots = lengths()
 
     def chunk():

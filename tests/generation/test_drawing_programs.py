@@ -1,4 +1,4 @@
-"""What a draw asks of a GPU: no sort, few passes over a vocabulary, and no loop that is chosen."""
+"""The programs of a draw on a GPU: no sort, few passes over the vocabulary, no conditional loop."""
 
 import jax
 import jax.extend
@@ -9,7 +9,7 @@ from dms_jax.generation.sampling import LanesFilter, Sampling, sample
 
 
 def inside(equation) -> list:
-    """Returns the jaxprs inside of an equation: of a choice between platforms that for GPUs."""
+    """Returns the jaxprs inside an equation; of a choice between platforms, the one for GPUs."""
     branches = equation.params.get("branches_platforms")
     if branches is None:
         return [*jax.extend.core.jaxprs_in_params(equation.params)]
@@ -18,12 +18,12 @@ def inside(equation) -> list:
 
 
 def chooses(equation) -> bool:
-    """Returns whether an equation is a choice that the device makes."""
+    """Returns whether an equation is a conditional on the device."""
     return equation.primitive.name == "cond" and "branches_platforms" not in equation.params
 
 
 def test_sampling_sorts_nothing():
-    """Sorting a vocabulary of 152K took more than half of a step of a small model on a GPU."""
+    """Sorting a vocabulary of 152K took more than half of a small model's step on a GPU."""
     rule = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01).filter
     arguments = (jnp.zeros((2, 300)), jax.random.split(jax.random.key(0), 2), jnp.zeros(2, int))
     text = str(jax.make_jaxpr(lambda *given: sample(*given, rule))(*arguments))
@@ -33,7 +33,7 @@ def test_sampling_sorts_nothing():
 
 
 def passes_over_the_vocabulary(rule: Sampling, size: int = 300) -> tuple[int, int]:
-    """Returns how many sums and maxima over a vocabulary a draw takes, and how many loops."""
+    """Returns a draw's numbers of sums and maxima over a vocabulary, and of loops."""
     keys = jax.random.split(jax.random.key(0), 2)
     given = (jnp.zeros((2, size)), keys, jnp.zeros(2, int))
     traced = jax.make_jaxpr(lambda *given: sample(*given, rule.filter)[0])(*given)
@@ -55,14 +55,14 @@ def test_common_top_p_needs_no_search():
     searched, loops = passes_over_the_vocabulary(Sampling(top_p=0.5))
     assert (searched, loops) == (plain + 1 + 8 * 15, 0)
     reductions, loops = passes_over_the_vocabulary(Sampling(top_p=0.95))
-    # Five sums that share a kernel: four trials and the total. Where none of the four is kept, also
-    # those of the twelve others, and the most likely token.
+    # Five sums that share a kernel: four trials and the total. If none of the four is kept, also
+    # the twelve other trials and the most likely token.
     assert loops == 1
     assert reductions <= plain + 5 + 14
 
 
 def test_conditional_branches_have_no_loop():
-    """XLA has the host wait for each choice otherwise, and launch nothing behind it."""
+    """Otherwise XLA makes the host wait for each conditional before it launches more."""
     asked = (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(temperature=0))
     rule = LanesFilter(3).of(dict(enumerate(asked)))
     keys = jax.random.split(jax.random.key(0), 3)
@@ -76,4 +76,4 @@ def test_conditional_branches_have_no_loop():
             assert not (chosen and name in ("while", "scan"))
             choices += chooses(equation)
             pending += [(each, chosen or chooses(equation)) for each in inside(equation)]
-    assert choices == 2  # of a search, and of more trials
+    assert choices == 2  # for a search, and for more trials

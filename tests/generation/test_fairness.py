@@ -1,4 +1,4 @@
-"""Fairness in counted tokens: how long prefill delays answers, and priorities."""
+"""Fairness in counted tokens: the delay of answers by prefill, and priorities."""
 
 import dataclasses
 import random
@@ -103,8 +103,8 @@ def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
         watch.paused = False
         engine.serve(Source([], GREEDY, incoming=incoming))
         check(requests, name)
-    assert max(watch.pauses) == bound  # it is reached, and never passed
-    assert max(map(len, watch.turns)) == bound // WIDTH  # by one long prompt, too
+    assert max(watch.pauses) == bound  # the bound is reached and never exceeded
+    assert max(map(len, watch.turns)) == bound // WIDTH  # also by one long prompt
 
 
 def test_closed_list_prefills_before_decoding(monkeypatch):
@@ -118,7 +118,7 @@ def test_closed_list_prefills_before_decoding(monkeypatch):
 
 
 def test_one_prefill_program_per_turn_without_decoding(monkeypatch):
-    """Requests that come meanwhile share the next program."""
+    """Requests that arrive meanwhile share the next program."""
     engine, looks, programs = host_engine(lanes=6, prefill_tokens=40, **SHAPE), [], []
     extend = engine.runner.extend
     monkeypatch.setattr(engine.runner, "extend", lambda batch: programs.append(1) or extend(batch))
@@ -136,7 +136,7 @@ def test_one_prefill_program_per_turn_without_decoding(monkeypatch):
 
 
 def test_short_prompt_overtakes_long_one(monkeypatch):
-    """It needs two programs of 8 tokens, and alternates with the long one."""
+    """The short one needs two programs of 8 tokens and alternates with the long one."""
     engine = host_engine(lanes=6, **SHAPE, **BY_CHUNK)
     watch = Watch.over(engine, monkeypatch)
     text = story_tokens()
@@ -156,7 +156,7 @@ def test_short_prompt_overtakes_long_one(monkeypatch):
 @pytest.mark.parametrize(("options", "steps"), [(BY_CHUNK, 1), ({}, CHUNK)])
 def test_chunk_is_one_step_while_prompts_wait(options, steps, monkeypatch):
     engine = host_engine(lanes=6, **SHAPE, **options)
-    assert engine.steps_between_prompts == steps  # by whether prompts can wait at all
+    assert engine.steps_between_prompts == steps  # depends on whether prompts can wait at all
     decode, sizes = engine.runner.decode, {True: set(), False: set()}
 
     def decoded(*given, **more):
@@ -197,7 +197,7 @@ def test_requests_are_admitted_by_priority_then_arrival():
 
 @pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0)])
 def test_youngest_of_lowest_priority_is_preempted_and_returns_first(priorities, monkeypatch):
-    """Three answers grow, and the pool does not hold them all."""
+    """Three answers grow beyond the pool."""
     engine, left = host_engine(lanes=3), []
     preempt = Scheduler.preempt
 
@@ -225,7 +225,7 @@ def test_youngest_of_lowest_priority_is_preempted_and_returns_first(priorities, 
 
 
 def test_prompt_is_not_shared_across_priorities():
-    """The request that prefills for others would be preempted before them."""
+    """Otherwise the request that prefills for others could be preempted before them."""
     (prompt,) = prompts((30,))
     requests = with_priorities([prompt] * 3, 1, 0, 0)
     serve_arrivals(host_engine(lanes=4), [requests])
@@ -235,7 +235,7 @@ def test_prompt_is_not_shared_across_priorities():
 
 @pytest.mark.parametrize("urgent", [True, False])
 def test_urgent_request_does_not_wait_for_less_urgent_prefix(urgent):
-    """Requests of equal priority wait, and prefill only the rest."""
+    """Requests of equal priority wait for the prefix and prefill only the rest."""
     text, engine = story_tokens(), host_engine(lanes=4, prefix_cache=0, **SHAPE, **BY_CHUNK)
     shared = text[200:264] if urgent else text[:64]
     given = [shared + text[start : start + 5] for start in (300, 310, 320)]
@@ -247,7 +247,7 @@ def test_urgent_request_does_not_wait_for_less_urgent_prefix(urgent):
 
 
 def test_order_of_arrival_within_priority():
-    """As many urgent requests as there are lanes come at every poll, and then no more."""
+    """At every poll as many urgent requests arrive as there are lanes; then none."""
     short = dataclasses.replace(GREEDY, max_new_tokens=3)
     urgent, others = (requests_of(prompts([length] * 12), short) for length in (5, 6))
     for each in others:

@@ -78,7 +78,7 @@ def test_answers_are_the_argmax_of_the_logits(name):
 
 @pytest.mark.parametrize("name", [*MECHANISMS, "float8"])
 def test_preemption_changes_no_answer(name, monkeypatch):
-    """The pool is full once both lanes have a chunk of their answers: the younger one leaves."""
+    """The pool is full once both lanes have a chunk of answer; the younger one is preempted."""
     expected = undisturbed(name)
     engine = in_float8() if name == "float8" else engine_for(name)
     fits, left = engine.runner.reservation.fits, results_of(monkeypatch, Scheduler, "preempt")
@@ -103,7 +103,7 @@ def test_preemption_changes_no_answer(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["dms", "dmc", "quest", "kcache"])
 def test_chains_answer_as_prompt_alone(name):
-    """It is prefilled once: pages, policy states and host values are copied."""
+    """The prompt is prefilled once; pages, policy states and host values are copied."""
     engine, prompt, alone = engine_for(name), prompts()[1], undisturbed(name)[1]
     found = engine.generate([prompt] * 2, sampling=GREEDY)
     assert [one.usage.prefilled_tokens for one in found] == [len(prompt), 0]
@@ -114,7 +114,7 @@ def test_chains_answer_as_prompt_alone(name):
 
 
 def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
-    """The next steps must not read them before they are there."""
+    """The next steps must not read values before they are written."""
     engine = engine_for("kcache")
     _, order = in_order(monkeypatch, engine, prompts((5, 13)))
     assert order == spelled("LC LC LC")
@@ -144,7 +144,7 @@ def test_usage_of_plain_cache():
 
 
 def test_first_token_ends_request():
-    """It is collected after the next steps were launched, and they must not run."""
+    """The token is collected after the next steps were launched, which must have no effect."""
     free = undisturbed("vanilla")
     end = free[1].tokens[0]
     model = dataclasses.replace(
@@ -161,7 +161,7 @@ def test_first_token_ends_request():
 
 
 def test_ignore_eos():
-    """Alone, and beside an answer with a grammar, where each step is drawn under masks."""
+    """Alone, and beside an answer with a grammar, where each step draws with masks."""
     (prompt, *_), (whole, *_) = prompts(), undisturbed("vanilla")
     end = whole.tokens[5]
     model = dataclasses.replace(
@@ -179,12 +179,12 @@ def test_ignore_eos():
     assert (requests[0].generated, requests[0].finish_reason) == (whole.tokens, "length")
 
 
-# -- what the host alone decides ---------------------------------------------------------------
+# -- host decisions ----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fakes")
 def test_ends_at_the_last_position():
-    """512 positions: a prompt of 505 tokens leaves seven, however many are asked for."""
+    """512 positions: a prompt of 505 tokens leaves seven, for any requested length."""
     (prompt,) = prompts([505])
     engine = host_engine(lanes=1, max_tokens=512, prefill_chunk=512)
     for most in (100, 2**62):
@@ -205,11 +205,11 @@ def test_sequence_that_cannot_fit_is_refused():
     answer(*prompts([5]), short).check(completion)
     with pytest.raises(CapacityError, match=r"at least .* 20 rows \(layers x KV heads\)"):
         Engine(host_engine().model, memory=20 * page - 1, **SHAPE)
-    with pytest.raises(CapacityError, match=r"Give it more memory \(memory=\)"):
+    with pytest.raises(CapacityError, match=r"Give it more memory \(`memory`\)"):
         engine.generate(prompts([42]), sampling=GREEDY)
-    # More memory would add no page to a pool that is made for less, so the error names what would.
+    # More memory would add no page to a pool of fixed size, so the error names the right option.
     small = Engine(host_engine().model, max_tokens=16, **SHAPE)
-    with pytest.raises(CapacityError, match=r"Give it a larger max_tokens \(it is 16\), more mem"):
+    with pytest.raises(CapacityError, match=r"Give it a larger `max_tokens` \(it is 16\), more"):
         small.generate(prompts([50]), sampling=GREEDY)
 
 

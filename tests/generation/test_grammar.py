@@ -1,4 +1,4 @@
-"""Answers that match a grammar, beside free ones."""
+"""Answers with a grammar, beside answers without."""
 
 import collections
 import contextlib
@@ -119,7 +119,7 @@ def test_only_allowed_tokens_are_drawn(together):
 
 
 def test_greedy_answer_takes_likeliest_allowed_token(engine):
-    """The oracle is one pass over the whole sequence, and a matcher of its own."""
+    """The oracle is one pass over the whole sequence, with a separate matcher."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON), logprobs=True)
     found = engine.generate(PROMPTS[:2], sampling=sampling)
     model = engine.model
@@ -141,7 +141,7 @@ def test_greedy_answer_takes_likeliest_allowed_token(engine):
 
 
 def test_lanes_with_and_without_grammars_answer_as_alone(engine):
-    """Each joins while others run, with its own sampling; a chunk has four steps."""
+    """Each request joins while others run, with a different sampling; a chunk has four steps."""
     hot = Sampling(temperature=0.9, top_p=0.9, max_new_tokens=40, seed=3, logprobs=True)
     samplings = [
         hot,
@@ -201,7 +201,7 @@ def test_kcache_runs_whole_chunks_after_grammar_ended(monkeypatch):
 
 @pytest.mark.nightly
 def test_preempted_answer_continues_its_grammar(engine, monkeypatch):
-    """In a pool for one whole answer, under a policy that keeps every token."""
+    """The pool holds one whole answer, and the policy keeps every token."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     want = engine.generate(PROMPTS, sampling=sampling)
     preempted = results_of(monkeypatch, Scheduler, "preempt")
@@ -223,7 +223,7 @@ def test_preempted_answer_continues_its_grammar(engine, monkeypatch):
 
 
 def test_grammar_resumes_from_recorded_tokens_after_error(engine, monkeypatch):
-    """Its matcher has consumed other tokens, which the error lost."""
+    """Its matcher has consumed tokens that the error lost."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     want = engine.generate(PROMPTS[:2], sampling=sampling)
     requests = requests_of(PROMPTS[:2], sampling)
@@ -251,7 +251,7 @@ def test_too_complex_grammar_names_its_request(engine, monkeypatch):
 
     def wrong(self, requests, *given, **more):
         for each in requests.values():
-            each.matcher.compiled.consume_token(500)  # that no state of it allows
+            each.matcher.compiled.consume_token(500)  # a token that no state of the grammar allows
         return after(self, requests, *given, **more)
 
     monkeypatch.setattr(TokenMasks, "after", wrong)
@@ -261,7 +261,7 @@ def test_too_complex_grammar_names_its_request(engine, monkeypatch):
 
 
 def host_grammars():
-    """Samplings with grammars of all lengths, some ended by the number of tokens, and free ones."""
+    """Samplings with grammars of all lengths, some limited by tokens, and without a grammar."""
     schema = Grammar.json_schema(PERSON)
     return [
         dataclasses.replace(GREEDY, grammar=schema, logprobs=True),
@@ -274,7 +274,7 @@ def host_grammars():
 
 
 def told(engine, looks):
-    """Serves arrivals; returns the tokens and texts that were sent of each request."""
+    """Serves arrivals; returns the tokens and texts that were sent for each request."""
     sent = collections.defaultdict(lambda: ([], ""))
 
     def note(update):
@@ -351,7 +351,7 @@ def test_queued_updates_are_sent_when_grammar_fails(monkeypatch):
         assert len(sent[each.index]) >= 17
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_masks_are_reused_only_on_one_device(reused):
 
 
 def test_ended_lane_is_not_masked():
-    """Its newest token does not change until the lane has another request."""
+    """The newest token of the lane does not change until it has another request."""
     masks, opening = TokenMasks(2, 70), grammar.Opening((9, 5, 7))
     requests = {
         lane: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening)) for lane in (0, 1)
@@ -444,7 +444,7 @@ def test_ended_lane_is_not_masked():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_grammar_of_any_text_changes_no_answer(name):
-    """Steps in two programs are those of a chunk, whatever a policy does in them."""
+    """Steps in two programs equal those of a chunk, under every policy."""
     engine = Engine(model_for(name), max_tokens=64, **SHAPE)
     free = Sampling(temperature=0, max_new_tokens=20, logprobs=True)
     every = dataclasses.replace(free, grammar=Grammar.regex(r"(.|\n)*"))
@@ -479,7 +479,7 @@ def lowerings():
 
 @pytest.mark.nightly
 def test_grammar_on_mesh():
-    """Lanes and heads are shared out over four devices, and no program is compiled twice."""
+    """Lanes and heads are split over four devices, and no program is compiled twice."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     expected = Engine(model_for("vanilla"), max_tokens=64, **SHAPE).generate(
         PROMPTS, sampling=sampling
@@ -494,7 +494,7 @@ def test_grammar_on_mesh():
     assert {"jit(advance)", "jit(draw)"} <= lowered.keys()
     assert {name: number for name, number in lowered.items() if number > 1} == {}
     engine.warm()
-    requests = requests_of(PROMPTS, sampling)  # each with a sampling of its own
+    requests = requests_of(PROMPTS, sampling)  # each with a different sampling
     with lowerings() as lowered:
         serve_arrivals(engine, [requests])
     assert [each.generated for each in requests] == [each.tokens for each in expected]

@@ -1,4 +1,4 @@
-"""While the device is idle, the host does only what the next launch needs."""
+"""While the device is idle, the host does only the work that the next launch needs."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ def events_of(call, monkeypatch) -> list[str]:
     launch, read = programs.Program.__call__, Runner.collect
     known = {getattr(programs, name): told for name, told in NAMES.items()}
 
-    def note(event):  # not of what an earlier test left running
+    def note(event):  # not of programs that an earlier test left running
         if threading.get_ident() == own:
             order.append(event)
 
@@ -73,9 +73,9 @@ def events_of(call, monkeypatch) -> list[str]:
 
 
 def turns_of(order: list[str]) -> list[list[str]]:
-    """Returns what happens in each period in which the device is idle, up to the next launch.
+    """Returns the events of each period in which the device is idle, up to the next launch.
 
-    Programs launched before collected steps have run too.
+    Programs launched before collected steps have run as well.
     """
     turns: list[list[str]] = []
     on_device: list[str] = []
@@ -95,7 +95,7 @@ def turns_of(order: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 @pytest.mark.parametrize("joined", [False, True], ids=["call", "arrivals"])
 def test_host_waits_for_nothing_between_chunk_and_next_launch(name, joined, monkeypatch):
-    """Neither for keys of new requests nor for lengths; usage is recorded later."""
+    """It waits neither for keys of new requests nor for lengths; usage is recorded later."""
     engine = host_engine(name, prefill_chunk=32)
     given = prompts((5, 30, 1, 13, 9, 7))
 
@@ -122,7 +122,7 @@ def test_host_waits_for_nothing_between_chunk_and_next_launch(name, joined, monk
     turns = turns_of(order)
     assert len(turns) >= 2
     for each in turns[:-1]:
-        assert each[0] in ("prompts", "steps"), turns  # no usage, and nothing to wait for
+        assert each[0] in ("prompts", "steps"), turns  # no usage record and no wait
     assert set(turns[-1]) <= {"usage"}, turns
     unread = np.cumsum([(each == "steps") - (each == ":chunk") for each in order])
     while_steps_run = {each for each, before in zip(order[1:], unread, strict=False) if before}
@@ -157,6 +157,6 @@ def test_parts_of_prompt_leave_device_no_gap(name, monkeypatch):
     order = [each for each in events_of(call, monkeypatch) if each != "usage"]
     parts = [place for place, each in enumerate(order) if each == "prompts"]
     between = [order[a:b] for a, b in itertools.pairwise(parts)][-8:]
-    lengths = [] if name == "keeps" else ["wait"]  # of the part before, which has run by then
-    for each in between:  # of the last ones only the steps before are read
+    lengths = [] if name == "keeps" else ["wait"]  # of the previous part, which has run by then
+    for each in between:  # of the last programs only the earlier steps are read
         assert each == ["prompts", *lengths, "steps", "chunk:", "wait", ":chunk"], between

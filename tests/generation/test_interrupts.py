@@ -2,8 +2,8 @@
 
 CPython handles signals after calls and at the end of loop iterations. These tests raise more often:
 at every line of this library that runs while an interrupt propagates, except lines that release a
-lock, where no signal can arrive before they have run. The night strikes every line, the gate every
-few.
+lock, where no signal can arrive before they have run. Nightly tests interrupt at every line, the
+gate at every few.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from tests.generation.support import (
 
 LIBRARY = str(Path(dms_jax.__file__).parent)
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
-# By the programs of engines of that shape.
+# With the programs of engines of that shape.
 TALK = dict(max_tokens=64, branches=1, page_size=16, chunk=8, prefill_chunk=8)
 fakes = pytest.mark.usefixtures("fakes")
 every_few_lines = pytest.mark.parametrize(
@@ -39,14 +39,14 @@ every_few_lines = pytest.mark.parametrize(
 
 
 class Strike:
-    """Raises KeyboardInterrupt at the n-th different line that the library runs from now on."""
+    """Raises KeyboardInterrupt at the n-th distinct line of the library from now on."""
 
     def __init__(self, nth: int):
         self.nth, self.before = nth, sys.gettrace()
         self.lines: set[tuple[str, int]] = set()
 
     def arm(self) -> None:
-        """Starts counting, in the frames that are already running too."""
+        """Starts counting, also in running frames."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.startswith(LIBRARY):
@@ -66,13 +66,13 @@ class Strike:
         return self
 
     def disarm(self) -> bool:
-        """Whether the interrupt was raised."""
+        """Stops counting; returns whether the interrupt was raised."""
         sys.settrace(self.before)
         return len(self.lines) >= self.nth
 
 
 def interrupted(call, nth: int) -> bool:
-    """Makes a call whose second update is interrupted, and its cleanup again at the n-th line.
+    """Interrupts a call at its second update, and its cleanup at the n-th line.
 
     Returns whether the cleanup has that many lines.
     """
@@ -93,7 +93,7 @@ def interrupted(call, nth: int) -> bool:
 
 
 def same(left: Completion, right: Completion) -> bool:
-    """Whether tokens and usage are equal: greedy answers to different prompts may be equal too."""
+    """Whether tokens and usage are equal; different prompts may have equal answers."""
     usages = [(usage.kv_reads, usage.live_tokens) for usage in (left.usage, right.usage)]
     return left.tokens == right.tokens and usages[0] == pytest.approx(usages[1])
 
@@ -125,7 +125,7 @@ def test_answers_after_interrupted_cleanup(step):
 
 @pytest.mark.nightly
 def test_kcache_answers_after_interrupted_cleanup():
-    """KCache has cleanup code of its own."""
+    """KCache has separate cleanup code."""
     engine = Engine(model(), MECHANISMS["kcache"], max_tokens=64, **SHAPE)
     assert struck_while_it_cleans_up(engine, itertools.count(1, 2)) > 40
 
@@ -133,7 +133,7 @@ def test_kcache_answers_after_interrupted_cleanup():
 @fakes
 @every_few_lines
 def test_conversation_after_interrupted_cleanup(step, monkeypatch):
-    """The turn is interrupted before it changes the cache, which still equals the history."""
+    """The interrupt comes before the turn changes the cache, which still equals the history."""
     turns, policy = prompts((9, 4)), ROWS_OF["evicts"]
     undisturbed = dms_jax.Conversation(model(), policy, **TALK)
     expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]

@@ -51,7 +51,7 @@ def test_llama_8b_by_hand():
     assert plain.live_tokens == 8192
     assert plain.sequence_bytes == 8192 * TOKEN == 2**30
     assert plain.batch == int((80e9 - 2 * PARAMETERS) // 2**30) == 59
-    # Memory bound: all weights but the embedding once, the cache of 59 sequences once.
+    # Memory bound: reads all weights except the embedding once, and the cache of 59 sequences once.
     read = 2 * (PARAMETERS - 128_256 * 4096) + 59 * 2**30
     assert plain.step_seconds == pytest.approx(read / 3.35e12)
 
@@ -67,7 +67,7 @@ def test_llama_8b_under_dms_by_hand():
     assert dms.batch == 64
     read = 2 * (PARAMETERS - 128_256 * 4096) + 64 * live * TOKEN
     assert dms.step_seconds == pytest.approx(read / 3.35e12)
-    # With enough sequences the arithmetic takes longer than the reads.
+    # With enough sequences computing takes longer than reading.
     slow = Device(memory=1e13, bandwidth=1e13, peak=1e12)
     busy = dms_jax.estimate(LLAMA_8B, tokens=1024, device=slow, batch=512)
     operations = 2 * (PARAMETERS - 128_256 * 4096) + 4 * 32 * 32 * 128 * 1024
@@ -113,7 +113,7 @@ def test_eight_bits_and_values_on_the_host():
     away = dms_jax.estimate(LLAMA_8B, kcache, tokens=8192, batch=16)
     # Keys of all layers, values of two.
     assert away.sequence_bytes == 8192 * 8 * 128 * 2 * (32 + 2)
-    # Of thirty layers every key, and the values that four query heads fetch: half an entry each.
+    # Of thirty layers every key, and the values fetched by four query heads: half an entry each.
     entries = 2 * 8192 + 30 * (8192 + 4 * 128) / 2
     read = 2 * (PARAMETERS - 128_256 * 4096) + 16 * entries * TOKEN / 32
     assert away.step_seconds == pytest.approx(read / 4.8e12)
@@ -129,11 +129,11 @@ def test_tied_embeddings_are_read_in_full():
 
 
 @pytest.mark.parametrize("name", nightly_but({"vanilla"}, POLICIES))
-def test_against_the_bytes_of_a_real_cache(name):
+def test_estimates_equal_bytes_of_a_real_cache(name):
     """With pages of one token the mean over heads needs no rounding."""
     model, policy, tokens = model_for(name), POLICIES[name], prompts([42])[0]
     (score,) = dms_jax.score(model, [tokens], chunk=41, page_size=1)
-    # The compression ratio past the window that was measured on these tokens.
+    # The measured compression ratio past the window on these tokens.
     ratio, window = 1.0, policy.visible_window + 1
     if policy.retrofit.needed:
         ratio = (41 - window) / (score.usage.live_tokens - window)
@@ -157,7 +157,7 @@ def _leaves(model):
     return jax.tree.leaves(nnx.state(model.transformer))
 
 
-def test_the_pool_holds_what_the_accounting_says():
+def test_pool_bytes_equal_the_accounting():
     model = model_for("quest", ends=False)
     engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
     runner = engine.runner
@@ -205,7 +205,7 @@ def test_estimate_errors():
             dms_jax.estimate(LLAMA_8B, dms_jax.DMS(), tokens=64, compression_ratio=ratio)
 
 
-def test_out_of_memory_is_told_from_other_errors():
+def test_out_of_memory_is_distinguished_from_other_errors():
     assert out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 bytes"))
     assert not out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: 5 bytes"))
     assert not out_of_memory(MemoryError())
@@ -217,7 +217,7 @@ class Strange(Exception):
 
 SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 GIVEN = np.asarray(prompts([8, 8]))
-RUNNING = {  # everything that runs sequences through the cache
+RUNNING = {  # all functions that run sequences through the cache
     "generate": lambda model: dms_jax.generate(model, prompts([5])),
     "conversation": lambda model: dms_jax.Conversation(model).say(prompts([5])[0]),
     "warm": lambda model: Engine(model, num_lanes=1, max_tokens=64).warm(),
@@ -230,7 +230,7 @@ RUNNING = {  # everything that runs sequences through the cache
 
 @pytest.mark.parametrize("call", RUNNING)
 def test_out_of_memory_while_running(call, monkeypatch):
-    """Whatever program the device refuses to run or to compile."""
+    """For every program that the device refuses to run or to compile."""
     model = model_for("vanilla")
 
     def refuse(*arguments, **options):
@@ -248,8 +248,8 @@ def test_out_of_memory_while_running(call, monkeypatch):
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), Strange()])
 def test_failure_frees_memory(error, monkeypatch):
-    """Neither while the error is kept, as a notebook keeps it, nor until cycles are collected."""
-    model, others = model_for("vanilla"), jax.live_arrays()  # of engines that other tests share
+    """Also while a notebook keeps the error, and before garbage collection."""
+    model, others = model_for("vanilla"), jax.live_arrays()  # of engines shared with other tests
     others = {id(each): each for each in others}
     engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
     expected = engine.generate(prompts([5, 7]), sampling=SHORT)
@@ -324,7 +324,7 @@ def test_pool_size_is_rounded_so_processes_share_programs(monkeypatch):
 @pytest.mark.parametrize(
     ("stats", "most"),
     [
-        # In one piece; weights behind a cache that is gone; where the allocator is to take more.
+        # One free block; weights after a freed cache; an allocator that may grow.
         ({"largest_free_block_bytes": 80_000, "pool_bytes": 100_000}, 72_000),
         ({"largest_free_block_bytes": 50_000, "pool_bytes": 100_000}, 50_000),
         ({"largest_free_block_bytes": 10_000, "pool_bytes": 40_000}, 60_000),
@@ -333,15 +333,15 @@ def test_pool_size_is_rounded_so_processes_share_programs(monkeypatch):
     ],
 )
 def test_cache_fits_largest_free_block(stats, most):
-    """A pool of two arrays, of keys and of values, did not fit beside what lay in the middle."""
+    """A pool of two arrays, keys and values, did not fit around an allocation in the middle."""
 
     free = memory.free_memory({"bytes_limit": 100_000, "bytes_in_use": 20_000, **stats})
     assert free == (most, 80_000)
 
 
 @pytest.mark.usefixtures("fakes")
-def test_cache_that_does_not_fit_is_refused_on_creation(monkeypatch):
-    """A device allocates behind the call that asks for it."""
+def test_too_large_cache_is_refused_on_creation(monkeypatch):
+    """A device allocates asynchronously."""
     engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)
 
     class Never:
@@ -357,7 +357,7 @@ def test_cache_that_does_not_fit_is_refused_on_creation(monkeypatch):
 
 
 def test_pool_leaves_room_for_two_policy_states(monkeypatch):
-    """A cache by default leaves room for it: SmolLM2's ExpectedAttention has 4.4 MB a sequence."""
+    """The default cache leaves room for them: SmolLM2's ExpectedAttention has 4.4 MB each."""
     model, free, lanes = model_for("vanilla"), 20_000_000, 100
     policy = dms_jax.ExpectedAttention(budget=30, interval=8)
     monkeypatch.setattr(memory, "_device_memory", lambda model: (free, 10 * free))

@@ -15,8 +15,8 @@ from tests.support.instances import further
 
 
 @pytest.mark.parametrize(("lanes", "shards"), [(4, 4), *further((3, 2))])
-def test_answers_do_not_depend_on_the_mesh(lanes, shards):
-    """Three lanes do not divide over two devices; two of them would, but must not be split."""
+def test_answers_do_not_depend_on_mesh(lanes, shards):
+    """Three lanes do not divide over two devices; two would, but must not be split."""
     mesh = dms_jax.make_mesh(2, 2)
     model = dataclasses.replace(
         dms_jax.load(assets.path("stories260k"), mesh=mesh),
@@ -26,7 +26,7 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     expected = engine_for("dms").generate(prompts(), sampling=GREEDY)
     engine = Engine(model, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
     assert engine.runner.num_shards == shards
-    # The policy's numbers are on every device: no program has to wait until they are sent there.
+    # The policy's numbers are on every device, so no program waits for a transfer.
     for number in jax.tree.leaves(engine.runner.traced_policy):
         assert number.sharding.is_fully_replicated
         assert number.sharding.device_set == set(mesh.devices.flat)
@@ -39,7 +39,7 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
     jax.monitoring.register_event_duration_secs_listener(count)
     completions = engine.generate(prompts(), sampling=GREEDY)
     jax.monitoring.unregister_event_duration_listener(count)
-    # What is compiled first is what runs then, wherever its arguments come from.
+    # The precompiled programs run, wherever their arguments come from.
     assert set(lowered.values()) == {1}
     assert {"jit(extend)", "jit(decode)", "jit(first_tokens)"} <= lowered.keys()
     assert [c.tokens for c in completions] == [c.tokens for c in expected]
@@ -52,7 +52,7 @@ def test_answers_do_not_depend_on_the_mesh(lanes, shards):
 @pytest.mark.nightly
 @pytest.mark.parametrize("branches", [1, 3])
 def test_questions_stay_on_devices_of_their_conversation(branches):
-    """So many lanes as divide over two devices: copies stay on one, so they must not be split."""
+    """The lanes divide over two devices, but copies stay on one, so lanes must not be split."""
     model = model_for("vanilla", ends=False)
     mesh = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 2))
     mesh = dataclasses.replace(mesh, policy=model.policy, generation=model.generation)

@@ -39,7 +39,7 @@ SIX = prompts((5, 9, 13, 7, 11, 3))
 
 
 def launchable():
-    """Returns the programs of prompts, first tokens and steps, which may be fakes."""
+    """Returns the programs of prompts, first tokens and steps, real or fake."""
     return programs.extend, programs.first_tokens, programs.decode
 
 
@@ -71,7 +71,7 @@ def spelled(order: str) -> list[str]:
 # Answers of 20 tokens: chunks of 8 steps in two programs, and of the last 3 in one.
 AHEAD = spelled("LL LL CC L CC C")
 IN_TURN = spelled("LL CC LL CC L C")
-# While others wait, the last program of a chunk stays in flight, unless answers end with it.
+# While requests wait, the last program of a chunk stays in flight, unless answers end with it.
 REFILLED = spelled("LL C LL C C L C C")
 
 
@@ -90,7 +90,7 @@ def test_chunk_is_launched_before_last_is_collected(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_prefill_is_launched_before_last_lengths_are_collected(name, monkeypatch):
-    """Two prefill programs and the first chunk of steps, whatever a policy evicts."""
+    """Two prefill programs and the first chunk of steps, under every policy."""
     order, set_lengths = [], Reservation._set_lengths
     names = {programs.extend: "prompt", programs.decode: "steps"}
 
@@ -213,7 +213,7 @@ def test_first_page_table_is_wide_enough_for_whole_chunk(monkeypatch):
 
 
 def ends_at_its_third_to_fifth(prompt, name):
-    """Returns greedy sampling that stops at those tokens of the answer, or where it has them."""
+    """Returns greedy sampling that stops where the answer first has those tokens."""
     tokens = answer(prompt, name=name).tokens[2:5]
     return dataclasses.replace(GREEDY, stop=stories().tokenizer.decode(tokens).strip())
 
@@ -302,7 +302,7 @@ def test_last_steps_of_chunk_run_while_lanes_are_refilled(name, fewest, monkeypa
     assert found == in_turn
     for prompt, count, one in zip(prompts(lengths), lengths[::-1], found, strict=True):
         answer(prompt, name=name, new_tokens=count).check(one)
-    # A lane was given away, and its first and next tokens were drawn, while steps were in flight.
+    # A lane was reassigned, and its first and next tokens were drawn, while steps were in flight.
     assert {program for program, before in order if before} >= set(launchable())
     assert in_flight == 0
 
@@ -336,7 +336,7 @@ def test_lane_is_reused_while_stopped_answer_runs_on(monkeypatch):
 
 
 def test_updates_of_last_steps_are_sent_while_next_steps_run(monkeypatch):
-    """The end of an answer is not reported after the next chunk."""
+    """The end of an answer is reported before the next chunk ends."""
     engine, order = host_engine(), noted(monkeypatch)
     one_chunk = dataclasses.replace(GREEDY, max_new_tokens=1 + SHAPE["chunk"])
     requests = requests_of(prompts((5, 7)), [one_chunk, GREEDY])
@@ -350,7 +350,7 @@ def test_updates_of_last_steps_are_sent_while_next_steps_run(monkeypatch):
 
 
 def test_orphaned_steps_are_collected_before_engine_idles(monkeypatch):
-    """A stop string has ended the only answer, which is reported first."""
+    """A stop string has ended the only answer; its end is reported first."""
     engine = host_engine()
     stop = text_behind(TWO[0], answer(TWO[0]).tokens[:4])[-3:]
     requests = requests_of([TWO[0]] * 2, dataclasses.replace(GREEDY, stop=stop))
@@ -397,7 +397,7 @@ def test_ended_request_recomputes_whole_prompt_after_error(monkeypatch):
     with pytest.raises(NotNumbersError):
         serve_arrivals(engine, [[wrong, ended]])
     assert (ended.generated, ended.finish_reason) == (expected.tokens, None)
-    # The other one decodes while the prompt is prefilled; more requests may come all the time.
+    # The other one decodes during the prefill; more requests may come at any time.
     looks = itertools.chain([[ended], [other]], itertools.repeat([]))
     engine.serve(
         Source(

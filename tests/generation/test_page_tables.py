@@ -1,4 +1,4 @@
-"""The page table of steps stays on the device, and its changes are sent."""
+"""The page table of steps stays on the device, and only its changes are sent."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ GIVEN = prompts((5, 30, 13, 1, 40, 9, 9, 22))
 
 @pytest.fixture
 def few_cells(monkeypatch):
-    """Changes are sent four at a time, also of small tables."""
+    """Makes changes of small tables be sent, too, four at a time."""
     monkeypatch.setattr(runner, "CELLS", 4)
     monkeypatch.setattr(pages, "_CELL_NUMBERS", 0.1)
 

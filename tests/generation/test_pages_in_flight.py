@@ -1,4 +1,4 @@
-"""Chunks run with the page tables of their launch, also while others are in flight.
+"""Chunks use the page tables of their launch, also while others are in flight.
 
 On a GPU a page number outside the pool, or a row longer than its table, reads or writes foreign
 memory; XLA on a CPU silently clamps. So the tables are checked at every launch and collection.
@@ -35,7 +35,7 @@ class Watch:
             return on_device, own
 
         def launched(runner, tokens, remaining, *args, **options):
-            lengths = np.asarray(runner.cache.lengths, np.int64)  # after all that was launched
+            lengths = np.asarray(runner.cache.lengths, np.int64)  # after all launches
             result = launch(runner, tokens, remaining, *args, **options)
             table = given.pop()
             assert not given
@@ -51,7 +51,7 @@ class Watch:
             ran = np.flatnonzero(steps.ran.any(0))
             covered = -(-np.asarray(steps.lengths)[:, ran] // PAGE)
             live = np.arange(table.shape[-1]) < covered[..., None]
-            # No page that it wrote to was given away meanwhile.
+            # No page that the chunk wrote to was reassigned meanwhile.
             width = min(table.shape[-1], runner.reservation.allocator.table.shape[-1])
             assert not live[..., width:].any()
             own = runner.reservation.allocator.table[:, ran, :, :width]
@@ -66,7 +66,8 @@ class Watch:
         assert (most <= CHUNK).all()
         held = int(runner.reservation.allocator.reserved.max()) * PAGE
         assert table.shape[-1] == runner.reservation.table_width(held, steps=True)
-        # The most that the chunk can come to. An idle lane writes nothing and is not read.
+        # The longest that rows can become in the chunk. An idle lane writes nothing and is not
+        # read.
         slots = np.where((most > 0)[:, None], lengths + most[:, None], 0)
         slots = np.minimum(slots, np.maximum(runner.reservation._slot_limit or slots, lengths))
         assert (slots <= table.shape[-1] * PAGE).all()
@@ -76,7 +77,7 @@ class Watch:
         allocator = runner.reservation.allocator
         free = np.concatenate(allocator._free)
         assert not np.isin(named, free).any()
-        of_prefixes = allocator._reclaimable(0)  # those of prefixes alone
+        of_prefixes = allocator._reclaimable(0)  # only pages of prefixes
         assert len(free) + allocator.pages_in_use + of_prefixes == self.pages
 
 
@@ -87,7 +88,7 @@ def engine_with_ends(name: str) -> Engine:
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
 def test_chunk_touches_only_its_own_pages(name, monkeypatch):
-    """More requests than lanes, of very different lengths; then in a pool that is too small."""
+    """More requests than lanes, of very different lengths; then with too small a pool."""
     rng, text, engine = np.random.default_rng(0), story_tokens(), engine_with_ends(name)
     prompts = [text[at : at + int(rng.choice([1, 2, 8, 17]))] for at in range(0, 380, 20)]
     lengths = rng.choice([1, 7, 8, 9, 16, 17, 40, 100], len(prompts))
@@ -102,7 +103,7 @@ def test_chunk_touches_only_its_own_pages(name, monkeypatch):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_in_flight_are_counted_in_reused_idle_lane(seed, monkeypatch):
-    """It repeats the end token in steps in flight when a new request takes it."""
+    """In steps in flight the lane repeats the end token when a new request takes it."""
     engine, text, rng = engine_with_ends("keeps"), story_tokens(), np.random.default_rng(seed)
     starts, sizes = rng.integers(0, 200, 24), rng.choice([1, 8, 17, 28], 24)
     prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
@@ -115,7 +116,7 @@ def test_steps_in_flight_are_counted_in_reused_idle_lane(seed, monkeypatch):
 
 
 def check_answers(engine, name, pages, prompts, lengths) -> None:
-    """Serves answers of at most these lengths from a pool of so many pages."""
+    """Serves answers of at most these lengths from a pool of a given size."""
     sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=100)
     requests = make_requests(engine.model.config, prompts, sampling)
     for request, most in zip(requests, lengths, strict=True):

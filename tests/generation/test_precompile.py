@@ -12,7 +12,7 @@ THREADS, PROGRAMS = 4, 12
 
 
 class Slow:
-    """A program that is compiled until all are allowed to end; the first one stops the others."""
+    """A program that compiles until all are released; the first one interrupts the others."""
 
     begun: list["Slow"]
 
@@ -35,8 +35,8 @@ class Slow:
 class Interrupts:
     """Interrupts the main thread once, as Ctrl-C does.
 
-    A signal that comes as Python begins to wait for a lock is heeded at the next one, so they are
-    sent until the thread has heeded one.
+    Python handles a signal that arrives just before it waits for a lock only at the next one, so
+    signals are sent until one is handled.
     """
 
     def __init__(self):
@@ -73,14 +73,14 @@ def test_interrupt_cancels_pending_compilations(monkeypatch, stop, raised):
     programs[0] = Slow(lambda: (full.wait(60), stop()), allowed)
     full, shutdown = threading.Event(), precompile.concurrent.futures.ThreadPoolExecutor.shutdown
 
-    def waits(self, wait=True, **options):  # what has been cancelled by then never begins
+    def waits(self, wait=True, **options):  # programs cancelled by then never begin
         if wait:
             allowed.set()
         shutdown(self, wait, **options)
 
     monkeypatch.setattr(precompile.concurrent.futures.ThreadPoolExecutor, "shutdown", waits)
 
-    def compiling():  # of the last program: then all have been told
+    def compiling():  # after the last program all are cancelled
         full.set()
         return programs[-1].compile
 
@@ -94,5 +94,5 @@ def test_interrupt_cancels_pending_compilations(monkeypatch, stop, raised):
     finally:
         signal.signal(signal.SIGINT, handler)
         allowed.set()
-    # Of an error another one may begin: its thread is free before anybody knows of it.
+    # After an error another program may begin, because the thread is free before the error is seen.
     assert len(Slow.begun) <= THREADS + 1

@@ -14,13 +14,13 @@ from dms_jax.generation.sampling import Sampling
 ONE_PASS = Shapes(
     widths=(64, 32), passes=1, tokens=256, num_lanes=8, launch=256, unpadded=False, one_pass=True
 )
-# Of tokens that are read one by one: 8 x 16, too.
+# For tokens read one by one also 8 x 16.
 ONE_BY_ONE = dataclasses.replace(ONE_PASS, widths=(64, 16), passes=2, one_pass=False)
 SHAPES = PromptShapes(ONE_PASS, ONE_BY_ONE)
 
 
 def part(index, prompt, answer=0, key=None, whole=None):
-    """Returns a prefill of a prompt and an answer with these numbers of tokens, all different.
+    """Returns a prefill of a prompt and an answer with these numbers of distinct tokens.
 
     By default they attend in one pass.
     """
@@ -84,7 +84,7 @@ def test_oldest_and_shortest_prompt_alternate_while_decoding():
     state.add(2, part(4, 10))
     assert [run(state) for _ in range(4)] == [
         (True, 64, [0, 1]),
-        (True, 32, [1, 2]),  # of 6 tokens and of 10
+        (True, 32, [1, 2]),  # prompts of 6 and of 10 tokens
         (True, 64, [0]),
         (True, 64, [0]),
     ]
@@ -99,20 +99,20 @@ def narrow_queue(*parts, tokens=64):
     return state
 
 
-def test_short_prompt_waits_for_one_program_between_its_own():
+def test_short_prompt_alternates_with_the_oldest():
     state = narrow_queue(part(0, 300), part(1, 300), part(2, 150))
     lanes = [run(state)[2] for _ in range(10)]
     assert lanes == [[0], [2], [0], [2], [0], [2], [0], [0], [1], [1]]
 
 
 def test_long_prompt_is_not_starved():
-    """A short one comes for every program, and takes a whole one."""
+    """A short prompt arrives for every program and fills it."""
     state, ended = narrow_queue(part(0, 640)), []
     for lane in range(1, 20):
         state.add(lane, part(lane, 64))
         run(state)
         ended += state.take_complete()
-    assert ended.index(0) == 8  # after eight of them: its last chunk is as short as theirs
+    assert ended.index(0) == 8  # after eight short ones, because its last chunk is as short
 
 
 def test_prefill_follows_priority():
@@ -144,7 +144,7 @@ def test_tokens_run_in_order_and_end_their_prompts():
 
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_one_pass_tokens_share_no_program_with_others(takes_turns):
-    """An answer behind a prompt in one pass runs one by one; a part of 16 has narrower programs."""
+    """An answer after a one-pass prompt runs token by token; a part of 16 runs narrower."""
     given = part(0, 90, whole=70), part(1, 50, answer=20, whole=50), part(2, 80, whole=0)
     state, seen, found = reading(*given, takes_turns=takes_turns), {}, []
     while batch := state.next_batch():
@@ -190,11 +190,11 @@ def test_sharers_spare_cancelled_prompt():
     shared = [part(index, 70, key="a") for index in range(3)]
     state = reading(*shared, part(3, 70), takes_turns=True)
     assert state.spared(set()) == set()
-    assert state.spared({3, 9}) == set()  # nobody waits for it; it is not here
+    assert state.spared({3, 9}) == set()  # no request waits for it; it is not in the queue
     assert state.spared({1}) == set()
     assert state.spared({0, 1, 3}) == {0}
     assert state.spared({0, 1, 2}) == set()
-    # The last who waited has left its lane.
+    # The last waiting request has left its lane.
     state.drop_departed({0: shared[0].request, 1: shared[1].request, 2: part(7, 1).request})
     assert list(state.items) == [0, 1]
     assert state.spared({0, 1}) == set()

@@ -20,14 +20,14 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tree_equals_list_of_sequences(seed):
+def test_tree_equals_a_list_of_sequences(seed):
     """Few different tokens, so that most sequences share a prefix with others."""
     choose, tree, known = random.Random(seed), PrefixTree(), {}
     for number in range(60):
         tokens = [choose.randint(0, 2) for _ in range(choose.randint(1, 9))]
         nodes = dict(known)
         node = tree.insert(array(tokens))
-        assert node is nodes.get(tuple(tokens), node)  # nodes stay where they are
+        assert node is nodes.get(tuple(tokens), node)  # nodes do not move
         assert node.depth == len(tokens)
         known[tuple(tokens)] = node
         if choose.random() < 0.5:

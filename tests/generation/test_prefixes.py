@@ -1,7 +1,7 @@
 """Cached prefixes: requests continue earlier sequences, and are answered as each alone.
 
-The programs are fakes whose answers depend on every page, length and number of a policy's state.
-`tests/laws/test_prefixes.py` has real ones.
+The programs are fakes whose answers depend on every page, every length and the policy's state.
+`tests/laws/test_prefixes.py` runs real ones.
 """
 
 import collections
@@ -51,7 +51,7 @@ DOCUMENT, *QUESTIONS = prompts((30, 4, 6, 5, 9))
 
 
 def engine_of(name: str, lanes: int = 2, **options) -> Engine:
-    """An engine that keeps prefixes, none at the start."""
+    """An engine with an empty prefix cache."""
     engine = host_engine(name, lanes, page_size=PAGE, **dict(prefix_cache=1e6) | options)
     engine.runner.recover()
     engine.runner.prefixes.clear()
@@ -71,13 +71,13 @@ def cached(completions) -> list[int]:
     return [completion.usage.cached_tokens for completion in completions]
 
 
-# -- what is found -------------------------------------------------------------------------------
+# -- lookup --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "of a call"])
 def test_questions_prefill_shared_document_once(name, keeps):
-    """Whole pages are shared; the other tokens belong to each question."""
+    """Whole pages are shared; each question has its own copy of the other tokens."""
     engine = engine_of(name, 4, prefix_cache=1e6 if keeps else None)
     given = [DOCUMENT + question for question in QUESTIONS]
     assert cached(ask(engine, name, given)) == [0, 24, 24, 24]
@@ -119,7 +119,7 @@ def test_prompt_below_budget_continues_although_policy_cuts():
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_adapters_share_no_prefixes(name):
-    """Neither in one call, with one prefill per adapter, nor in later ones."""
+    """Neither within one call (one prefill per adapter) nor in later calls."""
     engine, (prompt,) = adapted_engine(name, 4, page_size=PAGE, prefix_cache=1e6), prompts((29,))
     engine.runner.recover()
     engine.runner.prefixes.clear()
@@ -168,7 +168,7 @@ def test_prefixes_depend_on_longest_length_if_budget_does(monkeypatch):
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_queued_chains_find_their_prompt(name):
-    """Five chains in two lanes: the first two prefill it, the others what follows its pages."""
+    """Five chains in two lanes: the first two prefill the prompt, the others its last page."""
     engine, (prompt,) = engine_of(name, prefix_cache=None), prompts((30,))
     sampling = dataclasses.replace(SHORT, temperature=1.0)
     found = engine.generate([prompt] * 5, sampling=sampling)
@@ -180,7 +180,7 @@ def test_queued_chains_find_their_prompt(name):
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_requests_overtake_those_that_wait_for_prefix(name):
-    """No lane idles for the waiting request, and it comes next."""
+    """No lane stays idle for the waiting request, and it runs next."""
     engine, other = engine_of(name, 4), story_tokens()[200:211]
     given = [DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1], other]
     order, start = [], Scheduler._start
@@ -196,7 +196,7 @@ def test_requests_overtake_those_that_wait_for_prefix(name):
 
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_request_waits_for_prefix_in_prefill(name):
-    """The document is known, but was evicted, and one request prefills it again."""
+    """The document is in the tree but evicted, and one request prefills it again."""
     engine = engine_of(name, 4, prefix_cache=0)
     given = [DOCUMENT + question for question in QUESTIONS]
     ask(engine, name, given[:2])
@@ -213,7 +213,7 @@ def test_request_waits_for_prefix_in_prefill(name):
 
 
 def test_open_stream_without_prefix_cache_keeps_no_tree():
-    """A server is one call that never ends: its tree would grow forever."""
+    """A server is one endless call, whose tree would grow forever."""
     engine = engine_of("evicts", 4, prefix_cache=None)
     requests = [
         make_request(engine.model.config, DOCUMENT + question, SHORT, index=index)
@@ -224,11 +224,11 @@ def test_open_stream_without_prefix_cache_keeps_no_tree():
     assert not engine.runner.prefixes._trees
 
 
-# -- where they are ------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------
 
 
 def test_appending_policy_shares_pages():
-    """The document is in the pool once, and five requests run at a time where two would fit."""
+    """The document is in the pool once, so five requests fit; without sharing two would."""
     engine = engine_of("keeps", 4)
     given = [DOCUMENT[:24] + question for question in QUESTIONS[:4]]
     ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
@@ -248,7 +248,7 @@ def test_appending_policy_shares_pages():
 
 @contextlib.contextmanager
 def squeezed_with_prefixes(engine: Engine, pages: int):
-    """A context in which the pool has fewer pages; it begins and ends without prefixes."""
+    """A context with a smaller pool; it begins and ends without prefixes."""
     engine.runner.prefixes.clear()
     with squeezed(engine, pages):
         try:
@@ -311,7 +311,7 @@ def test_least_recently_used_prefix_is_dropped_first(name):
 
 
 def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[int]:
-    """Returns how many tokens of each prompt were cached, of sessions that take turns."""
+    """Returns the cached tokens of each prompt, of sessions that alternate."""
     starts = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, sessions + 1)]
     found, given = [], starts
     for turn in range(count):
@@ -330,9 +330,9 @@ def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[in
 def test_session_holds_only_its_last_state(thinks, pages, expected, host):
     """Three sessions in a pool for little more than their last states: every turn is a hit.
 
-    If a template leaves out thoughts, the last state is that of a prompt. With all states of the
-    last turn, the pools would need 17 and 24 pages per row. What is superseded is dropped, and not
-    copied to the host.
+    If a template leaves out reasoning, the last state is that of a prompt. With all states of the
+    last turn, the pools would need 17 and 24 pages per row. Superseded states are dropped without a
+    copy to the host.
     """
     engine = engine_of("evicts", 4, prefix_cache=host)
     with squeezed_with_prefixes(engine, pages * 20):
@@ -342,7 +342,7 @@ def test_session_holds_only_its_last_state(thinks, pages, expected, host):
 
 @pytest.mark.parametrize("name", ["keeps", "might evict"])
 def test_preempted_request_continues_from_its_prefix(name, monkeypatch):
-    """It is not prefilled again: its state went to the host."""
+    """It is not prefilled again, because its state went to the host."""
     engine, given = engine_of(name), prompts((30, 29))
     longer = dataclasses.replace(GREEDY, max_new_tokens=24)
     preempted = results_of(monkeypatch, Scheduler, "preempt")
@@ -374,12 +374,12 @@ def test_prefixes_are_forgotten_with_the_cache():
 
 
 def tree_of_prompts(choose: random.Random) -> list[list[int]]:
-    """Prompts that begin alike, at random places, and at random lengths."""
+    """Prompts with common beginnings of random lengths."""
     given = [story_tokens()[: choose.randint(1, 20)]]
     for number in range(choose.randint(4, 10)):
         start = choose.choice(given)
         start = start[: choose.randint(0, len(start))] if choose.random() < 0.7 else start
-        first = 50 * number + 1  # behind the token that begins a text
+        first = 50 * number + 1  # after the token that begins a text
         more = story_tokens()[first : first + choose.randint(1, 24)]
         given.append((start + more)[:40])
     return given
@@ -406,7 +406,7 @@ def tree_of_prompts(choose: random.Random) -> list[list[int]]:
 def test_random_prompt_trees_in_small_pools(name, pages, ends, host, seeds):
     """With evictions, cancellations and preemptions each answer is that of the request alone.
 
-    At night 5,000 trees.
+    Nightly: 5,000 trees.
     """
     engine = engine_of(name, 4, ends=ends, prefix_cache=host)
     told = collections.Counter()
@@ -451,7 +451,7 @@ def test_random_prompt_trees_in_small_pools(name, pages, ends, host, seeds):
 
 
 def check_consistent(prefixes: Prefixes) -> None:
-    """Every page is free, or held by as many states as it says; and so on the host."""
+    """Every page is free or has the right number of owners, on the device and on the host."""
     allocator = prefixes._allocator
     held = np.zeros_like(allocator._prefixes[0])
     for state in prefixes._on_device:
@@ -475,7 +475,7 @@ def check_consistent(prefixes: Prefixes) -> None:
 
 
 def test_cancelled_queued_request_leaves_prefix_tree():
-    """No state is taken for it, so no program ends where it diverges from others."""
+    """No state is stored for it, so no program is split at the end of its common prefix."""
     engine, given = engine_of("evicts", lanes=1), [DOCUMENT + each for each in QUESTIONS]
     requests = [
         make_request(engine.model.config, prompt, SHORT, index=index)
@@ -507,14 +507,14 @@ def test_host_copies_are_rate_limited(monkeypatch):
     takes = []
     for seconds, size in ((0, 600), (0, 500), (0.5, 500), (0.5, 500), (9, 5000), (0, 1), (40, 1)):
         now[0] += seconds
-        takes.append(states._takes_time(size))
+        takes.append(states._may_copy_now(size))
     assert takes == [True, False, False, True, False, True, True]
     now[0] += 100
-    assert states._takes_time(5000)
+    assert states._may_copy_now(5000)
     now[0] += 39
-    assert not states._takes_time(1)
+    assert not states._may_copy_now(1)
     now[0] += 2
-    assert states._takes_time(1)
+    assert states._may_copy_now(1)
 
 
 def test_prefixes_beyond_copy_rate_are_dropped(monkeypatch):
@@ -545,7 +545,7 @@ def test_prefix_too_large_for_host_uses_no_copy_allowance(monkeypatch):
 
 
 def test_pages_already_on_host_use_no_copy_allowance(monkeypatch):
-    """A prefix whose pages a longer one has copied stays, although nothing may be copied."""
+    """A prefix whose pages a longer one has copied stays, even without copy allowance."""
     engine = engine_of("keeps")
     states, page = engine.runner.prefixes, engine.runner.page_bytes
     ask(engine, "keeps", [DOCUMENT + question for question in QUESTIONS[:2]])
@@ -578,4 +578,4 @@ def test_next_turn_continues_answer_that_grammar_ended():
             (again,) = requests_of([prompt + answered + [5]], free)
             serve_arrivals(engine, [[again]])
             assert again.usage.cached_tokens == 30 + len(answered) - 1
-    assert ended & {6, 7, 8, 9}  # in the last program of a chunk, behind the first token
+    assert ended & {6, 7, 8, 9}  # in the last program of a chunk, after the first token

@@ -17,7 +17,7 @@ from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts
 
 
 def test_xla_accepts_step_options():
-    """XLA knows the names and values on every platform; it refuses an unknown one like this."""
+    """XLA knows the names and values on every platform, and refuses an unknown one."""
     step = jax.jit(lambda x: x + 1, compiler_options=programs.GPU_STEP_OPTIONS)
     assert step(1) == 2
     unknown = programs.GPU_STEP_OPTIONS | {"xla_gpu_enable_while_loop_unrolling": "SOMETIMES"}
@@ -49,7 +49,7 @@ def test_program_passes_extra_arguments_on_gpu(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "dmc", "kcache"])
 def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
-    """A GPU's turns have several; windows of DMC that hold nothing are among what is cut."""
+    """On a GPU a turn has several layers; empty windows of DMC are cut, too."""
     policies = {
         "dmc": dms_jax.DMC(window=1, offset=0.0),
         "kcache": dms_jax.KCache(top=4, first_layers=2, values="device"),
@@ -74,12 +74,15 @@ def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
     [
         (dms_jax.Vanilla(), 1),
         (dms_jax.TOVA(budget=20), 1),
-        (dms_jax.Quest(budget=16, dense_layers=0), 2),  # reads fewer entries than are in use
+        (
+            dms_jax.Quest(budget=16, dense_layers=0),
+            2,
+        ),  # a policy that reads fewer entries than are in use
     ],
     ids=lambda each: getattr(each, "name", str(each)),
 )
 def test_layer_of_step_returns_only_lengths_and_own_state(policy, results):
-    """Totals that follow from the lengths are taken of all layers at once: a layer is launches."""
+    """Totals that follow from the lengths are computed for all layers at once, to save launches."""
     engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
     runner, transformer = engine.runner, engine.model.transformer
     table = np.zeros((*runner.reservation.lengths.shape, 4), np.int32)
@@ -125,7 +128,7 @@ def test_packed_results_keep_double_precision():
 
 @pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])
 def test_copies_do_not_duplicate_pool(name, optimized):
-    """Programs of copies and prefixes take over the cache, and need little besides."""
+    """Programs of copies and prefixes donate the cache and need little further memory."""
     del optimized
 
     def compiled(max_tokens):
@@ -150,7 +153,7 @@ def test_copies_do_not_duplicate_pool(name, optimized):
 
     (small, pool), (large, four_pools) = compiled(64), compiled(256)
     assert four_pools == 4 * pool
-    assert " while(" not in large["lanes"].as_text()  # it would hold the host up until it ended
+    assert " while(" not in large["lanes"].as_text()  # it would block the host until it ended
     for key in large:
         own, less = large[key].memory_analysis(), small[key].memory_analysis()
         assert own.alias_size_in_bytes >= four_pools

@@ -1,4 +1,4 @@
-"""Prefill programs: shapes, places, compilation; answers do not depend on them."""
+"""Prefill programs: shapes, places and compilation, on which answers do not depend."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ from tests.generation.support import (
 from tests.support.for_gpus import told_by
 from tests.support.models import random_model, random_tokens, tiny_config
 
-# Two widths, of which the programs for several prompts have fewer places than entries x width.
+# Two widths; programs for several prompts have fewer places than entries x width.
 OPTIONS = dict(page_size=16, chunk=8, prefill_chunk=64, prefill_tokens=128, max_tokens=200)
 LANES = 6
 LENGTHS = (5, 64, 1, 70, 33, 130, 20, 31, 32, 65, 9)
@@ -35,7 +35,7 @@ LENGTHS = (5, 64, 1, 70, 33, 130, 20, 31, 32, 65, 9)
 def shapes_of(monkeypatch):
     """Returns a function that runs a call and returns its result, compiled shapes, and run shapes.
 
-    Each shape comes with whether rows are cut after prompts.
+    Each shape is paired with whether rows are cut after prompts.
     """
     compiled, ran = set(), []
     call, extend = programs.Program.__call__, precompile._Calls.extend
@@ -64,7 +64,7 @@ def shapes_of(monkeypatch):
 
 
 def new_engine(policy=None, lanes=LANES) -> Engine:
-    """Returns an engine that has compiled nothing; others may have compiled its programs."""
+    """Returns an engine that has compiled nothing; another one may have compiled its programs."""
     return Engine(model_for("vanilla", ends=False), policy, num_lanes=lanes, **OPTIONS)
 
 
@@ -76,10 +76,10 @@ def test_prompts_share_compiled_programs(name, shapes_of):
     _, _, ran = shapes_of(lambda: [alone.generate([each], sampling=GREEDY) for each in given])
     assert {(shape.entries, shape.places) for shape, _ in ran} == {(1, None)}
     found, compiled, ran = shapes_of(lambda: together.generate(given, sampling=GREEDY))
-    # Prompts of a chunk and less share programs, and the ends of longer ones theirs.
+    # Prompts up to a chunk share programs, and so do the ends of longer ones.
     wide, narrow = Shape(64, 3, 128, True), Shape(32, 6, 64, True)
     assert {(wide, policy.shrinks), (narrow, policy.shrinks)} <= set(ran) <= compiled
-    # The chunks that end no prompt wait for no cut in any layer.
+    # Chunks that end no prompt have no cut in any layer.
     assert any(not cut for _, cut in ran)
     for prompt, one in zip(given, found, strict=True):
         answer(prompt, name=name).check(one)
@@ -88,7 +88,7 @@ def test_prompts_share_compiled_programs(name, shapes_of):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "dmc", "quest", "snapkv", "kcache"])
 def test_batched_prefill_answers_as_one_prompt_at_a_time(name):
-    """With real programs, whose products are computed for places."""
+    """With real programs, whose products run over places."""
     given, engine = prompts(LENGTHS), new_engine(MECHANISMS[name])
     alone = [engine.generate([each], sampling=GREEDY)[0] for each in given]
     for left, right in zip(alone, engine.generate(given, sampling=GREEDY), strict=True):
@@ -101,7 +101,7 @@ def test_batched_prefill_answers_as_one_prompt_at_a_time(name):
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("count", [1, 3, LANES, 2 * LANES])
 def test_prefill_programs_are_compiled_before_first_run(count, shapes_of):
-    """Whatever the lengths are, and in whatever order they come; equal prompts are read once."""
+    """For all lengths in any order; equal prompts are prefilled once."""
     for seed in range(3):
         random = np.random.default_rng((count, seed))
         lengths = random.integers(1, 150, count)
@@ -118,7 +118,7 @@ def test_prefill_programs_are_compiled_before_first_run(count, shapes_of):
     ("length", "needed"), [(70, {(64, False), (32, True)}), (128, {(64, False), (64, True)})]
 )
 def test_prompt_compiles_only_programs_it_runs(length, needed, shapes_of):
-    """Chunks that end a prompt, after which rows are cut, have programs of their own."""
+    """Chunks that end a prompt, after which rows are cut, have separate programs."""
     engine = new_engine(ROWS_OF["cuts"], lanes=1)
     _, compiled, ran = shapes_of(lambda: engine.generate(prompts([length]), sampling=GREEDY))
     assert {(shape.width, cut) for shape, cut in ran} == needed
@@ -146,7 +146,7 @@ def test_token_by_token_prefill_is_padded(policy, few):
     ],
     ids=lambda each: getattr(each, "name", str(each)),
 )
-def test_chunk_of_one_token_is_a_step_unless_policy_knows_prompts(policy, one_pass):
+def test_one_token_chunk_is_a_step_unless_prompts_differ(policy, one_pass):
     model = dataclasses.replace(model_for("vanilla"), policy=policy)
     shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1)).shapes
     assert {each.one_pass for each in every_shape(shapes.one_pass)} == {one_pass}
@@ -163,7 +163,7 @@ def test_prefill_on_mesh_is_padded(mesh):
 
 @pytest.mark.parametrize("places", [None, 40])
 def test_products_have_one_row_per_place(places):
-    """All but attention: embedding, projections, feed-forward, norms and what is added."""
+    """All operations but attention: embedding, projections, feed-forward, norms and residuals."""
     engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
     shape = every_shape(engine.shapes.one_pass)[0]._replace(width=32, entries=3, places=places)
     _, given = precompile._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
@@ -184,7 +184,7 @@ def test_products_have_one_row_per_place(places):
 
 
 def equations(jaxpr):
-    """The primitives of a program with the shapes that they give, loops and calls included."""
+    """The primitives of a program with their output shapes, including loops and calls."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name, [x.aval for x in equation.outvars]
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
@@ -202,7 +202,7 @@ def test_batch_larger_than_places_is_refused():
 
 
 @pytest.mark.nightly
-def test_unpadded_prefill_on_gpu_adds_one_launch_and_copies_no_pool():
+def test_unpadded_prefill_adds_one_gpu_launch_and_no_pool_copy():
     """It packs the output of attention; inputs are unpacked by the rotation."""
     for name, found in told_by("tests/generation/prompt_launches.py").items():
         padded, unpadded = found["padded"], found["unpadded"]

@@ -50,15 +50,15 @@ RULES = {
     "hotter than float32": Sampling(temperature=1e300),
     "all": Sampling(temperature=1.3, top_k=6, top_p=0.85, min_p=0.05),
 }
-# As programs draw: one by one, its operations would be some hundred programs.
+# Jitted as in programs: otherwise its operations would be a hundred small programs.
 draw_one = jax.jit(sample)
-# Bound on the chi-square of 20,000 draws: at 11 degrees of freedom it is exceeded once in 10,000
-# seeds, and the seeds here are fixed.
+# Bound on the chi-square of 20,000 draws: at 11 degrees of freedom it is exceeded by one in 10,000
+# seeds; seeds are fixed.
 CHI_SQUARE = 37.4
 
 
 def oracle(logits: np.ndarray, rule: Sampling) -> np.ndarray:
-    """Returns the probabilities of one row in float64, one token after another by likelihood."""
+    """Returns the probabilities of one row in float64, adding tokens in order of likelihood."""
     logits = np.asarray(logits, np.float64) / rule.temperature
     order = np.argsort(-logits, kind="stable")
     kept = list(order)
@@ -86,7 +86,7 @@ def example(seed: int, size: int = 12) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_filters_keep_what_the_oracle_keeps(name):
+def test_filters_equal_the_oracle(name):
     rule = RULES[name]
     logits = np.stack([example(seed) for seed in range(64)])
     cooled = jnp.asarray((logits / np.float64(rule.temperature)).astype(np.float32))
@@ -142,7 +142,7 @@ def test_draws_follow_the_filtered_distribution(name):
 
 @pytest.mark.nightly
 def test_sampling_memory_is_bounded_by_trials():
-    """Of each row 16 blocks of 128; a square of them would be 64 MB for 64 rows."""
+    """16 blocks of 128 per row; their square would be 64 MB for 64 rows."""
     rows, vocabulary = 64, 300
     inputs = jnp.zeros((rows, vocabulary)), jax.random.split(jax.random.key(0), rows)
     program = jax.jit(sample).lower(*inputs, jnp.arange(rows), Sampling(top_p=0.9).filter)
@@ -151,7 +151,7 @@ def test_sampling_memory_is_bounded_by_trials():
 
 
 @pytest.mark.nightly
-def test_smallest_temperature_draws_among_equals():
+def test_smallest_temperature_draws_among_equal_logits():
     """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
     logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
     keys = jax.random.split(jax.random.key(0), 64)
@@ -172,7 +172,7 @@ def test_smallest_temperature_draws_among_equals():
 @pytest.mark.parametrize(
     "searched", [True, *further(False)], ids=["some searched", "none searched"]
 )
-def test_lanes_that_differ_draw_as_each_alone(searched):
+def test_lanes_with_different_rules_draw_as_alone(searched):
     samplings = {
         0: Sampling(temperature=0),
         1: Sampling(temperature=0.7, top_k=5),
@@ -184,7 +184,7 @@ def test_lanes_that_differ_draw_as_each_alone(searched):
     if not searched:
         samplings |= {lane: Sampling(top_p=0.9) for lane in (1, 2)}
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 300)) * 3, jnp.float32)
-    logits = logits.at[0, 7].set(logits[0].max())  # of equal ones the first
+    logits = logits.at[0, 7].set(logits[0].max())  # the first of equal ones
     steps, lanes = 20, len(samplings)
     logits = jnp.tile(logits, (steps, 1))
     keys = jnp.tile(jax.random.split(jax.random.key(3), lanes), steps)
@@ -198,7 +198,7 @@ def test_lanes_that_differ_draw_as_each_alone(searched):
 
 
 def test_lanes_filter_follows_changes():
-    """Against one that is made anew; what a program was given before stays as it is."""
+    """It equals a newly built filter; arrays passed to earlier programs do not change."""
     rng, num_lanes = np.random.default_rng(0), 5
     pool = [
         Sampling(temperature=0),
@@ -213,7 +213,7 @@ def test_lanes_filter_follows_changes():
                 samplings[lane] = pool[rng.integers(len(pool))]
         found, expected = kept.of(samplings), LanesFilter(num_lanes).of(samplings)
         chex.assert_trees_all_equal(found, expected)
-        assert kept.of(dict(samplings)) is found  # nothing is built where nothing changed
+        assert kept.of(dict(samplings)) is found  # nothing is rebuilt without a change
         given.append((found, expected))
     for found, expected in given:
         chex.assert_trees_all_equal(found, expected)
@@ -230,7 +230,7 @@ def test_tiny_top_p_and_min_p(name):
 
 
 def test_half_precision_logits_are_sampled_in_float32():
-    """4000 tokens: in bfloat16 their mass is not 1, and a log-probability has two digits."""
+    """With 4000 tokens in bfloat16 the mass is not 1, and a log-probability has two digits."""
     draws, rule = 400, Sampling(top_p=0.9)
     logits = jnp.asarray(example(4, size=4000), jnp.bfloat16)
     wide = np.asarray(logits, np.float64)
@@ -258,7 +258,7 @@ def test_trials_do_not_depend_on_their_number():
 
 @pytest.mark.nightly
 def test_likeliest_token_is_taken_if_no_trial_is_kept():
-    """Not with a top-p that is tried, but a rule may be given as numbers."""
+    """This cannot happen with the top-p that uses trials, but the rule can be passed as numbers."""
     rule = dataclasses.replace(Sampling(top_p=0.9).filter, top_p=1e-6)
     logits = jnp.zeros((64, 5000)).at[:, 4321].set(0.01)
     tokens = jax.jit(try_tokens)(Scaled.of(logits), jax.random.split(jax.random.key(0), 64), rule)
@@ -283,12 +283,13 @@ def test_draws_cover_vocabulary_of_many_blocks():
 
 
 def test_zero_weight_is_never_chosen_despite_rounding(monkeypatch):
-    """A GPU adds in a tree, so that the sum up to a weight of 0 may exceed the one before it."""
+    """A GPU adds in a tree, so the sum up to a weight of 0 may exceed the preceding sum."""
     random = np.random.default_rng(0)
     weights = random.exponential(size=(50, 1, 128)).astype(np.float32)
     weights[random.random(weights.shape) < 0.5] = 0
     exact = np.cumsum(weights, -1)
-    borders = exact[:, 0] / exact[:, 0, -1:]  # between two indices each; random numbers are below 1
+    # One border between every two indices; random numbers are below 1.
+    borders = exact[:, 0] / exact[:, 0, -1:]
     uniform = np.minimum(borders, 1 - 2**-23)
     rounded = exact * np.where(np.arange(128) % 2, 1 + 2**-23, 1)
     monkeypatch.setattr(sampling.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, x.dtype))
@@ -301,7 +302,7 @@ SAMPLED = dms_jax.Sampling(temperature=1.2, top_p=0.95, max_new_tokens=12, seed=
 
 @pytest.mark.usefixtures("fakes")
 def test_copies_differ_and_seeds_decide():
-    """Copies are counted among prompts of one seed, and one alone is the first of its copies."""
+    """Copies are counted among prompts with one seed; a single prompt is copy 0."""
     (prompt,) = prompts([13])
 
     def drawn(*seeds):

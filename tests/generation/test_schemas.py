@@ -1,6 +1,6 @@
-"""Two hundred JSON schemas of every kind that is served: each answer to each is valid.
+"""Two hundred JSON schemas of every supported kind: all answers are valid.
 
-The judge is the package jsonschema, which knows nothing of grammars.
+The package jsonschema judges them, independently of grammars.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from tests.generation.support import prompts, stories
 
 pytestmark = pytest.mark.nightly
 SCHEMAS = 200
-LONGEST = 1500  # tokens of an answer at random; longer ones are no answer
+LONGEST = 1500  # most tokens of a random answer; longer ones are dropped
 END = 2
 WORDS = ("a", "name", "city of", "größe", 'in "quotes"', "x-1", "$id", "slash/ed")
 
 
 def make_schema(draw, depth=3):
-    """A schema at random, of at most so many levels."""
+    """A random schema with a limited number of levels."""
     kinds = [string, integer, number, choice, nothing]
     if depth:
         kinds += [record, record, array, alternatives, several_types]
@@ -88,7 +88,7 @@ def array(draw, depth):
 
 
 def alternatives(draw, depth):
-    if draw.random() < 0.5:  # told apart by a field, as pydantic writes unions
+    if draw.random() < 0.5:  # discriminated by a field, as pydantic writes unions
         kinds = {kind: record(draw, depth) | {"additionalProperties": False} for kind in ("p", "q")}
         for kind, schema in kinds.items():
             schema["properties"] = {"kind": {"const": kind}, **schema["properties"]}
@@ -102,7 +102,7 @@ def several_types(draw, depth):
 
 
 def schema_of(number):
-    """The schema of a number; every fifth one refers to its definitions, and to itself."""
+    """The schema with a number; every fifth one refers to its definitions and to itself."""
     draw = random.Random(number)
     if number % 5:
         return make_schema(draw)
@@ -116,7 +116,7 @@ def schema_of(number):
 
 
 def answer(compiled, tokens, seed):
-    """A text that a grammar allows, at random; None if it becomes too long."""
+    """A random text that a grammar allows; None if it becomes too long."""
     draw, matcher, taken = random.Random(seed), compiled.deep_copy(), []
     closing = [token for text in '"]}' for token in tokens.tokenize_str(text)]
     while len(taken) < LONGEST:
@@ -133,7 +133,7 @@ def answer(compiled, tokens, seed):
 
 
 def vocabulary():
-    """The tokens of the shipped model with its end token, as llguidance knows them."""
+    """The tokens of the shipped model with its end token, for llguidance."""
     ends = type(stories().generation)(eos_token_ids=(END,))
     return grammar._tokens(dataclasses.replace(stories(), generation=ends))
 
@@ -158,7 +158,7 @@ def test_every_answer_to_every_schema_is_valid():
 
 
 def test_real_answers_are_valid():
-    """Drawn from the model's own distribution, made hot."""
+    """Sampled from the model at a high temperature."""
     engine = dms_jax.Engine(
         stories(), dms_jax.Vanilla(), num_lanes=4, max_tokens=400, page_size=16, chunk=4
     )

@@ -32,7 +32,7 @@ SHAPE = dict(chunk=8, page_size=16)
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded"])
 def test_one_pass_prompt_is_held_in_full(name):
-    """Prompts run in chunks of 8, the first before any eviction; others go token by token."""
+    """Prompts run in chunks of 8, the first before any eviction; later tokens run one by one."""
     (prompt,), chunk = prompts([40]), ENGINE["prefill_chunk"]
     one = dataclasses.replace(GREEDY, max_new_tokens=1)
     (done,) = host_engine(name).generate([prompt], sampling=one)
@@ -46,20 +46,20 @@ def test_one_pass_prompt_is_held_in_full(name):
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "pages"), [("keeps", 210), ("evicts", 110), ("bounded", 130)])
 def test_given_answers_are_scored_like_drawn_ones(name, pages, monkeypatch):
-    """In a pool that is too small; some share a prompt, some have none."""
+    """In too small a pool; some requests share a prompt, some have none."""
     preempted = results_of(monkeypatch, Scheduler, "preempt")
     engine = host_engine(name, 4, ends=ENDS, page_size=8)
     config, wants = engine.model.config, []
     for index, prompt in enumerate([*prompts((5, 30, 40)), *2 * prompts((20,))]):
         one = dataclasses.replace(GREEDY, max_new_tokens=(1, 2, 20, 24, 17)[index])
-        wants.append(answer(prompt, one, name))  # beyond tokens that would end it
+        wants.append(answer(prompt, one, name))  # past tokens that would end a drawn answer
     requests = [
         scored_request(config, index, prompt, want.tokens, len(prompt) + len(want.tokens))
         for index, (prompt, want) in enumerate(
             zip([*prompts((5, 30, 40)), *2 * prompts((20,))], wants, strict=True)
         )
     ]
-    others = []  # one token of each is not the likeliest: the first, or the fourth of many
+    others = []  # one token of each is not the likeliest: the first, or the fourth of a long one
     for right in (0, 3):
         begun = [*wants[3].tokens[:right], wants[3].tokens[right] + 1]
         rest = dataclasses.replace(GREEDY, max_new_tokens=23 - right)

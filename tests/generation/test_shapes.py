@@ -60,7 +60,8 @@ def test_places_are_at_least_a_third_of_padded_size(lanes, chunk, tokens):
         ({3: 256}, [3], (256, 6, 512)),
         ({3: 257}, [3], (512, 3, 1024)),
         ({0: 4096, 1: 100, 2: 600}, [0, 2], (512, 3, 1024)),  # the widest first
-        # As many as there are entries, or places: 22 of 180 tokens, and what fits beside them.
+        # As many prompts as there are entries or places: 22 of 180 tokens, and others that fit
+        # beside them.
         (dict.fromkeys(range(200), 80), list(range(48)), (256, 48, 4096)),
         (dict.fromkeys(range(200), 100), list(range(40)), (256, 48, 4096)),
         (dict.fromkeys(range(200), 180), list(range(22)), (256, 48, 4096)),
@@ -104,12 +105,12 @@ def test_next_batch_on_a_mesh(left, lanes, width, entries):
         (dict.fromkeys(range(200), 100), list(range(64)), 128, 64),
     ],
 )
-def test_next_batch_where_padding_takes_long(left, lanes, width, entries):
+def test_next_batch_with_costly_padding(left, lanes, width, entries):
     assert MANY.next_batch(left) == (lanes, (width, entries, None, False))
 
 
-def test_a_large_model_is_padded_less():
-    """Launches take as long as a few of its tokens, and as thousands of a small model."""
+def test_large_model_is_padded_less():
+    """A launch takes as long as a few tokens of a large model, or thousands of a small one."""
     large = shapes_of(lanes=96, layer_size=218_000_000)
     assert large.launch < 200 < 2000 < SHAPES.launch
     assert large.next_batch(dict.fromkeys(range(12), 1000)) == ([0, 1], (512, 3, 1024, True))
@@ -120,7 +121,7 @@ def test_a_large_model_is_padded_less():
 
 
 def replay(shapes: Shapes, batches: list[list[int]]):
-    """Runs prompts that come in batches: the lanes of each program, their tokens, and its shape."""
+    """Runs prompts that arrive in batches; returns lanes, tokens and shape of each program."""
     for batch in batches:
         left = dict(enumerate(batch))
         while left:
@@ -134,13 +135,13 @@ def replay(shapes: Shapes, batches: list[list[int]]):
 
 
 def costs(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
-    """Returns the programs of prompts that come in batches, and the tokens that they compute."""
+    """Returns the number of programs for batches of prompts, and the tokens that they compute."""
     programs = [shape.most for _, _, shape in replay(shapes, batches)]
     return len(programs), sum(programs)
 
 
 def test_cost_of_refilling_with_short_prompts():
-    """256 lanes are refilled by 27 requests a chunk; each program takes 4 ms before its tokens."""
+    """In each chunk 27 requests refill 256 lanes; a program takes 4 ms plus its tokens."""
     random = np.random.default_rng(1)
     batches = [random.integers(20, 191, size).tolist() for size in (256, *[27] * 46)]
     tokens = sum(map(sum, batches))
@@ -170,7 +171,7 @@ every_kind = pytest.mark.parametrize(
 
 
 @every_kind
-def test_any_prompts_run_in_few_shapes(shapes, most):
+def test_all_prompts_run_in_few_shapes(shapes, most):
     random, seen = np.random.default_rng(0), set()
     for count in (1, 5, 40, shapes.num_lanes):
         left = dict(enumerate(random.integers(1, 5000, count).tolist()))
@@ -188,8 +189,8 @@ def test_any_prompts_run_in_few_shapes(shapes, most):
 
 
 @every_kind
-def test_first_of_widest_never_waits(shapes, most):
-    """However much fits beside the others that came later."""
+def test_first_prompt_of_widest_shape_never_waits(shapes, most):
+    """For any number of later prompts that fit together."""
     del most
     random = np.random.default_rng(5)
     left = dict(enumerate(random.integers(1, 2000, 60).tolist()))
@@ -206,7 +207,7 @@ def test_first_of_widest_never_waits(shapes, most):
 @hypothesis.given(data=strategies.data(), refilled=strategies.booleans())
 @every_kind
 def test_needed_shapes_are_predicted(shapes, most, data, refilled):
-    """Also where lanes are refilled, a few at a time."""
+    """Also if lanes are refilled, a few at a time."""
     longest = data.draw(strategies.sampled_from([60, 300, 5000, 60_000]))
     counts = data.draw(strategies.lists(strategies.integers(1, longest), min_size=1, max_size=40))
     known = shapes.batches(counts, refilled=refilled)
@@ -217,7 +218,7 @@ def test_needed_shapes_are_predicted(shapes, most, data, refilled):
 
 
 def programs_of(shapes: Shapes, batches: list[list[int]]) -> set[tuple[Shape, bool]]:
-    """The programs that read prompts that come in batches, each with whether it ends one."""
+    """The prefill programs for batches of prompts, each with whether it ends a prompt."""
     found = set()
     for batch in batches:
         left = dict(enumerate(batch))
@@ -238,7 +239,7 @@ def test_shapes_of_single_prompt_are_exact(shapes, most):
 
 @every_kind
 def test_every_shape_is_needed_by_some_prompt(shapes, most):
-    """A narrow chunk of few widths ends its prompt; where there are many it is one of two."""
+    """With few widths a narrow chunk ends its prompt; with many it is one of two."""
     del most
     for longest in (3, shapes.widths[0] // 2, shapes.widths[0], 3 * shapes.widths[0]):
         met = set()

@@ -1,7 +1,7 @@
 """Equal prompts of a call are prefilled once; answers equal those of separate prefills.
 
-`tests/laws/test_shared_prompts.py` compares every policy to the bit; `test_generate` runs chains of
-each mechanism on the real engine.
+`tests/laws/test_shared_prompts.py` compares every policy bit for bit; `test_generate` runs chains
+of each mechanism on the real engine.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def test_chains_prefill_prompt_once(prefilled):
     assert prefilled_of(out.completions) == [50] + [0] * 3
     assert out.usage.prompt_tokens == 200
     check(out.completions, [prompt] * 4, "keeps")
-    assert len({tokens[0] for tokens in out.tokens}) == 4  # each draws with its own key
+    assert len({tokens[0] for tokens in out.tokens}) == 4  # each draws with a separate key
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
@@ -61,7 +61,7 @@ def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
 
 
 def test_prompts_of_different_longest_lengths_share_nothing(monkeypatch):
-    """Two requests with one prompt, and budgets of half of different lengths, share nothing."""
+    """Budgets of half of different lengths differ, so that equal prompts share nothing."""
     engine, (prompt,) = host_engine(lanes=4), prompts([20])
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
     requests = make_requests(engine.model.config, [prompt] * 3, SAMPLED)
@@ -72,11 +72,11 @@ def test_prompts_of_different_longest_lengths_share_nothing(monkeypatch):
 
 
 def test_chains_wait_for_memory_without_preemption(prefilled, monkeypatch):
-    """Four chains of three pages a row, in a pool of seven: two at a time, and none is preempted.
+    """Four chains of three pages per row in a pool of seven: two run at a time, none is preempted.
 
-    Admission counts the minimum that the policy keeps, so all four are admitted. After the prefill
-    those that do not fit wait until the whole prompt does: the page that is free while the first
-    two decode holds only its first tokens.
+    Admission counts the minimum that the policy keeps, so all four are admitted. After the prefill,
+    chains that do not fit wait until the whole prompt fits: the free page during the first two
+    answers would hold only its first tokens.
     """
     engine, given = host_engine("might evict", 4), prompts([30]) * 4
     preempted = results_of(monkeypatch, Scheduler, "preempt")
@@ -92,9 +92,9 @@ def test_chains_wait_for_memory_without_preemption(prefilled, monkeypatch):
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize(("name", "pages"), [("might evict", 140), ("evicts", 116)])
 def test_chain_of_one_token_needs_no_copy(name, pages, streamed):
-    """There is no memory for its copy of the prompt, and it needs none."""
+    """There is no memory for its copy of the prompt, but it needs none."""
     (prompt,), engine, ended = prompts([30]), host_engine(name, 4, ends=ENDS), []
-    for seed in range(2000):  # the last one begins with an end token, and no other one has any
+    for seed in range(2000):  # the last one begins with an end token; the others have none
         sampling = dataclasses.replace(SAMPLED, seed=seed)
         lengths = (
             len(answer(prompt, sampling, name, copy=copy, ends=ENDS).tokens)
@@ -116,13 +116,13 @@ def test_chain_of_one_token_needs_no_copy(name, pages, streamed):
     assert found[3].finish_reason == "end"
     assert prefilled_of(found) == [30, 0, 30, 0]
     assert not streamed or ended[0] == 3
-    # As if it had prefilled its prompt itself, but without pages for steps.
+    # Usage as if it had prefilled the prompt itself, without pages for steps.
     peak = dict(peak_cache_bytes=whole[3].usage.cache_bytes)
     assert found[3].usage == dataclasses.replace(whole[3].usage, **peak)
 
 
 def test_waiting_chain_needs_only_its_budget():
-    """A row that holds 28 slots, and never more than 29, has two pages, not three for a chunk."""
+    """A row of 28 slots, and at most 29, gets two pages, not three for a chunk."""
     engine, given = host_engine("large budget"), prompts([30]) * 2
     with squeezed(engine, 2 * 20):
         found = engine.generate(given, sampling=SAMPLED)
@@ -131,7 +131,7 @@ def test_waiting_chain_needs_only_its_budget():
 
 
 def test_copies_use_few_programs():
-    """One shape for any number of lanes and pages, and one draw for any number of chains."""
+    """One shape for all numbers of lanes and pages, and one draw for all numbers of chains."""
     engine, given = host_engine("evicts", 4), prompts([13, 30, 5, 1])
     engine.generate([given[0]] * 4, sampling=SAMPLED)
     copy_lanes, first_tokens = programs.copy_lanes.jitted, programs.first_tokens.jitted
@@ -145,7 +145,7 @@ def test_copies_use_few_programs():
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_usage_of_chain_of_one_token_equals_that_of_a_copy(name):
-    """It needs no copy: nothing reads it."""
+    """It needs no copy, because nothing reads it."""
     engine, (prompt,) = host_engine(name, 4), prompts((30,))
     one = dataclasses.replace(GREEDY, max_new_tokens=1)
     first, *others = engine.generate([prompt] * 3, sampling=one)

@@ -1,7 +1,7 @@
-"""A step whose heads are split over devices communicates two sums a layer, and little beside them.
+"""A step with heads split over devices communicates two sums per layer and little more.
 
-What attention and the feed-forward add to the residual stream is summed over devices, in the type
-of the stream, and the token's embedding once a step. All else is a few numbers a sequence.
+The outputs of attention and feed-forward are summed over devices in the dtype of the residual
+stream, and the token's embedding once a step. Everything else is a few numbers per sequence.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ SMALL = dataclasses.replace(
     CONFIG, num_layers=3, hidden_size=96, intermediate_size=128, num_heads=8, num_kv_heads=8
 )
 TINY = tiny_config(num_heads=8, num_kv_heads=4)
-# Of a sequence: the largest logit of each device and its token, whether they are numbers, and what
-# was counted of the rows, for each layer where layers differ.
+# Per sequence: the largest logit of each device and its token, a NaN flag, and counts of the rows,
+# per layer if layers differ.
 FEW = 2 + 1 + 2 * (SMALL.num_layers + 1)
 
 
 def elements(arrays: str) -> int:
-    """The numbers of all arrays of a collective."""
+    """The number of elements of all arrays of a collective."""
     shapes = re.findall(r"\[([\d,]*)\]", arrays)
     return sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
 def of_small_step(policy, sampling, *, data: int, model: int) -> dict[str, int]:
-    """Returns the collectives of a step as the partitioner makes them on a CPU."""
+    """Returns the collectives of a step that the partitioner makes on a CPU."""
     mesh = dms_jax.make_mesh(data, model)
     given = split_steps.split_arguments(policy, SMALL, mesh, sampling)
     with jax.set_mesh(mesh):
@@ -55,9 +55,11 @@ def of_small_step(policy, sampling, *, data: int, model: int) -> dict[str, int]:
 def test_layer_has_two_all_reduces(name, data, model):
     found = of_small_step(POLICIES[name], GREEDY, data=data, model=model)
     own = BATCH // data
-    stream = f"all-reduce f32[{own},1,{SMALL.hidden_size}]"  # in which a CPU sums bfloat16
+    stream = (
+        f"all-reduce f32[{own},1,{SMALL.hidden_size}]"  # the dtype in which a CPU sums bfloat16
+    )
     assert found.pop(stream) == 2 * SMALL.num_layers + 1
-    if name == "AdaKV":  # its heads share one budget, when rows are cut
+    if name == "AdaKV":  # its heads share one budget when rows are cut
         heads = f"all-gather f32[{own},1,{SMALL.num_kv_heads},{64 * split_steps.COLUMNS}]"
         assert found.pop(heads) == 1
     if name == "Quest":  # counts its reads in each layer; on GPUs XLA adds them up once a step
@@ -69,7 +71,7 @@ def test_layer_has_two_all_reduces(name, data, model):
 @pytest.mark.nightly
 def test_step_over_split_sequences_has_no_collective():
     assert of_small_step(POLICIES["DMS"], GREEDY, data=4, model=1) == {}
-    # Whether one of the first tokens that are tried is kept, of all sequences.
+    # Whether one of the first trials is kept, for all sequences.
     assert of_small_step(POLICIES["DMS"], TOP_P, data=4, model=1) == {"all-reduce pred[]": 1}
 
 
@@ -81,7 +83,7 @@ def test_each_device_plans_its_own_rows(data, model, monkeypatch):
 
     def checked(q, k_pages, v_pages, page_table, lengths, *, plan, **options):
         out: Any = decode_attention(q, k_pages, v_pages, page_table, lengths, plan=plan, **options)
-        if plan is None:  # the shapes of all rows are asked for
+        if plan is None:  # called for the shapes of all rows
             return out
         _, page_size, head_dim = k_pages.shape
         own = decode_plan(
@@ -92,7 +94,7 @@ def test_each_device_plans_its_own_rows(data, model, monkeypatch):
             dtype=k_pages.dtype,
         )
         plans.append(len(lengths))
-        # A plan of several layers is longer than it need be.
+        # A plan of several layers is longer than necessary.
         given, needed = (jax.tree.leaves(each) for each in (plan, own))
         right = [(x[: len(y)] == y).all() for x, y in zip(given, needed, strict=True)]
         return jnp.where(jnp.asarray(right).all(), out, jnp.nan)
@@ -116,7 +118,7 @@ def test_each_device_plans_its_own_rows(data, model, monkeypatch):
         step = jax.jit(lambda: transformer.cached(tokens, counts, cache, policy, one_pass=False))
         passed = step()
     assert np.isfinite(np.asarray(passed.hidden[:3])).all()
-    # Where three devices do not divide four sequences each has the rows of all.
+    # Three devices do not divide four sequences, so each has all rows.
     assert set(plans) == {16 // (data * model) if data < 3 else 16}
 
 
@@ -142,9 +144,9 @@ def test_split_steps_on_gpus_in_bfloat16(name, on_gpus):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS"])
 def test_split_layer_adds_two_launches(name, on_gpus):
-    """The plan of attention is made once a step on a mesh, too."""
-    # As in `test_launches`, with the norms of queries and keys and two sums; and what is sliced for
-    # all layers of a turn, or kept of them.
+    """On a mesh, too, attention is planned once per step."""
+    # As in `test_launches`, plus the norms of queries and keys, two sums, and slices for all layers
+    # of a turn.
     layers, of_a_turn = split_steps.TURN * (10 + 1 + 2), 15
     assert layers <= on_gpus[name]["in_all"] <= layers + of_a_turn
 

@@ -1,4 +1,4 @@
-"""Drawing from logits whose vocabulary is split over devices: the same tokens, and no gathering."""
+"""Drawing from logits split over devices by vocabulary: the same tokens, and no gathering."""
 
 import math
 import re
@@ -15,12 +15,12 @@ from dms_jax.generation.sampling import LanesFilter, Sampling, sample
 from tests.support.instances import further, nightly_but
 from tests.training.collectives import collectives
 
-ROWS, TRIED = 6, 16 * 128  # tokens that are tried, of a block each
+ROWS, TRIED = 6, 16 * 128  # trial tokens, one per block
 RULES = {
     "greedy": Sampling(temperature=0).filter,
     "plain": Sampling().filter,
     "top-p": Sampling(temperature=0.8, top_p=0.95).filter,
-    # Their program searches for what is kept, and tries tokens.
+    # Their program searches for the kept tokens, and uses trials.
     "lanes": LanesFilter(ROWS).of(
         {
             0: Sampling(top_k=9),
@@ -35,7 +35,7 @@ SPLIT = [(151936, 2), (128256, 4)]
 
 
 def drawn_from(vocabulary, dtype, mesh=None):
-    """Returns the arguments of `sample` but for the rule, the logits split over a mesh."""
+    """Returns the arguments of `sample` except the rule, with logits split over a mesh."""
     drawn = np.random.default_rng(5).normal(size=(ROWS, vocabulary))
     logits = jnp.asarray(3 * drawn, dtype)
     if mesh is not None:
@@ -48,7 +48,7 @@ def drawn_from(vocabulary, dtype, mesh=None):
     [(1000, 8, "top-p"), *further((*SPLIT[1], "lanes"))],
 )
 def test_draws_do_not_depend_on_devices(vocabulary, devices, name):
-    """In float64, so that no draw is as near to the border of a token as sums are rounded."""
+    """In float64, so that rounding of sums moves no draw over the border of a token."""
     rule, mesh = RULES[name], dms_jax.make_mesh(model=devices)
     with jax.enable_x64(True):
         alone = jax.jit(sample)(*drawn_from(vocabulary, jnp.float64), rule)
@@ -61,7 +61,7 @@ def test_draws_do_not_depend_on_devices(vocabulary, devices, name):
 @pytest.mark.parametrize("name", nightly_but({"plain"}, RULES))
 @pytest.mark.parametrize(("vocabulary", "devices"), [SPLIT[0], *further(SPLIT[1])])
 def test_logits_are_not_gathered(vocabulary, devices, name):
-    """Of each row it is sent sums of blocks, and the blocks of the tokens that are tried."""
+    """Only sums of blocks and the blocks of trial tokens are sent, per row."""
     mesh = dms_jax.make_mesh(model=devices)
     given = drawn_from(vocabulary, jnp.float32, mesh)
     with jax.set_mesh(mesh):

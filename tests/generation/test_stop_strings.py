@@ -18,8 +18,8 @@ def held(text: str, strings: list[str]) -> int:
     )
 
 
-def test_stop_strings_are_found_where_a_search_finds_them():
-    """Strings of two letters, which overlap with themselves and with each other."""
+def test_stop_strings_equal_a_search():
+    """Strings over two letters, which overlap with themselves and each other."""
     rng = np.random.default_rng(0)
 
     def word(most: int) -> str:
@@ -48,7 +48,7 @@ def test_no_stop_strings():
 
 
 class Counted(str):
-    """A string that counts the characters that are taken from it."""
+    """A string that counts the characters read from it."""
 
     taken = 0
 
@@ -61,7 +61,7 @@ class Counted(str):
 @pytest.mark.parametrize("unit", ["a", "ab", "aab"])
 @pytest.mark.parametrize("end", ["c", "b" * 50])
 def test_work_does_not_grow_with_stop_string(unit, end):
-    """A text that the string nearly is, over and over; it comes one character at a time."""
+    """A text that nearly matches the string again and again, one character at a time."""
     work = []
     for size in (200, 2000):
         string = Counted(unit * size + end)

@@ -60,7 +60,7 @@ def test_updates_add_up_to_text():
 def test_stop_strings_end_a_request_and_its_usage():
     engine = engine_for("vanilla")
     (free,) = engine.generate(prompts([13]), sampling=GREEDY)
-    stop = free.text[16:21]  # starts and ends within tokens, in the second chunk or later
+    stop = free.text[16:21]  # it starts and ends within tokens, in the second chunk or later
     cut = free.text.index(stop)
     decode = stories().tokenizer.decode
     fewest = next(n for n in range(1, 99) if stop in decode(free.tokens[:n]))
@@ -80,7 +80,7 @@ def test_stop_strings_end_a_request_and_its_usage():
 
 
 def broken_model():
-    """The plain model, whose weights are not numbers."""
+    """The plain model with NaN weights."""
     model = model_for("vanilla", ends=False)
     graph, state = nnx.split(model.transformer)
     broken = jax.tree.map(lambda x: x * np.nan, state)
@@ -104,7 +104,7 @@ def test_nan_weights_are_refused_in_sampling_and_scoring():
 
 
 def test_first_token_with_nan_logits_is_named():
-    """It is one of a chunk, behind a prompt of three tokens and two new ones."""
+    """It is within a chunk, after a prompt of three tokens and two new ones."""
     config = model_for("vanilla").config
     fine, request, other = make_requests(config, [[1, 4], [1, 5, 7], [1, 6]], GREEDY)
     request.generated = [4, 9]
@@ -120,7 +120,7 @@ def test_first_token_with_nan_logits_is_named():
 
 @pytest.mark.parametrize("parts", range(7))
 def test_on_notified_follows_interrupted_updates(parts):
-    """Wherever the updates of a chunk are interrupted, the rest comes later, exactly once."""
+    """At whichever update a chunk is interrupted, the rest comes later, exactly once."""
     told: list[int | str] = []
     notifier = Notifier(
         TextTracker(None, ()),

@@ -1,4 +1,4 @@
-"""Incremental detokenization: pieces add up for any chunks, and stop strings end the text."""
+"""Incremental detokenization: pieces add up for all chunkings, and stop strings end the text."""
 
 import functools
 import pathlib
@@ -38,7 +38,7 @@ def request(max_new_tokens: int, stop=(), prompt=(1,)) -> Request:
 
 
 def stream(kind: str, tokens, sizes, *, stop=(), limit=None, end_tokens=(), prompt=(1,)):
-    """Feeds tokens in chunks of the given sizes (the last one repeats); returns the pieces."""
+    """Feeds tokens in chunks of the given sizes (the last size repeats); returns the pieces."""
     tracker = TextTracker(tokenizer(kind), tuple(end_tokens))
     running = request(len(tokens) if limit is None else limit, tuple(stop), prompt)
     pieces, done = [], 0
@@ -83,7 +83,7 @@ def test_pieces_add_up_to_the_decoded_whole(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answer_text_continues_prompt(kind):
-    """Prompt and answer are the text, wherever it is cut: no space between words is lost."""
+    """Prompt and answer add up to the text for every cut; no space between words is lost."""
     text = "if a:\n    return two words + 3\n"
     tokens = tokenizer(kind).encode(text, False)
     whole = tokenizer(kind).decode(tokens)
@@ -102,7 +102,7 @@ def test_answer_text_continues_prompt(kind):
 
 
 def test_answer_text_after_prompt_of_bytes():
-    """A line end of byte fallback: the space of the first word behind it is part of the answer."""
+    """After a line end as byte fallback, the space of the next word is part of the answer."""
     own = tokenizer("stories260k")
     byte, half = (own.backend.token_to_id(piece) for piece in ("<0x0A>", "<0xC3>"))
     tokens = own.encode("her", add_special_tokens=False)
@@ -114,12 +114,12 @@ def test_answer_text_after_prompt_of_bytes():
     for prompt in ([byte], [byte, byte], [own.bos_token_id, byte]):
         assert own.decode([*prompt, *tokens], skip_special_tokens=True).endswith("\n her")
         assert text_behind(prompt) == " her"
-    assert text_behind([half]) == "her"  # no character without another byte
+    assert text_behind([half]) == "her"  # incomplete without another byte
     e_acute = [own.backend.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>")]
     assert text_behind(40 * e_acute) == " her"  # the last 64 begin within a character
     assert text_behind([0, *39 * e_acute, e_acute[1]]) == "her"
     broken = own.backend.token_to_id("<0xFF>")
-    tokens.insert(0, broken)  # a run of bytes is text as a whole or not at all
+    tokens.insert(0, broken)  # a run of bytes decodes as a whole or not at all
     assert text_behind(e_acute) == text_behind([byte]) == "\ufffd her"
 
 
@@ -142,7 +142,7 @@ def test_incomplete_character_is_held_back(kind):
 
 
 def known(kind: str, tokens: list[int]) -> str:
-    """The text of tokens without what may be the beginning of a character: see `text.py`."""
+    """The text of tokens without a possibly incomplete last character; see `text.py`."""
     text, run = tokenizer(kind).decode(tokens), 0
     for token in reversed(tokens):
         byte = (tokenizer(kind).backend.id_to_token(token) or "").startswith("<0x")
@@ -159,10 +159,10 @@ def test_stop_string_does_not_depend_on_chunks(kind):
     for seed in range(3):
         tokens = random_tokens(kind, 120, seed + 10)
         whole = tokenizer(kind).decode(tokens)
-        # Two strings from the middle, which start and end anywhere within tokens; one that is never
-        # there; one of which only the start is there.
+        # Two strings from the middle, which start and end anywhere within tokens; one that never
+        # occurs; one of which only the start occurs.
         stops = [whole[60:64], whole[80:83], "never there", whole[20:22] + "\x00"]
-        stops = [stop for stop in stops if stop]  # a text may be shorter
+        stops = [stop for stop in stops if stop]  # the text may be shorter
         fewest = next(
             n
             for n in range(1, len(tokens) + 1)
@@ -182,7 +182,7 @@ def test_stop_string_does_not_depend_on_chunks(kind):
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
 @pytest.mark.parametrize("stop", ["\ufffd", " \ufffd", "\ufffd\ufffd"])
 def test_incomplete_character_is_no_stop_string(kind, stop):
-    """It reads as U+FFFD until the other parts come, a run of single bytes as several."""
+    """It decodes to U+FFFD until the other bytes come, a run of single bytes to several."""
     text = "a 🙂🙂 你 b"
     tokens = tokenizer(kind).encode(text, False)
     assert any("\ufffd" in tokenizer(kind).decode(tokens[:n]) for n in range(len(tokens)))
@@ -199,7 +199,7 @@ def test_broken_character_is_stop_string(kind, ends):
     broken = smile[: next(n for n in range(9) if "\ufffd" in tokenizer(kind).decode(smile[:n]))]
     behind = tokenizer(kind).encode("and so on", False) if ends == "text" else []
     tokens = [*broken, *behind, *([END] if ends == "end" else [])]
-    kept = [*broken, *behind[:1]]  # only what follows tells
+    kept = [*broken, *behind[:1]]  # only the following tokens decide
     for sizes in ([1], [2], [len(broken) - 1, 1], [len(broken), 1], [200]):
         running, pieces = stream(kind, tokens, sizes, stop=["\ufffd"], end_tokens=[END])
         assert (running.finish_reason, running.generated) == ("stop", kept)
@@ -208,7 +208,7 @@ def test_broken_character_is_stop_string(kind, ends):
 
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
 def test_long_run_of_broken_characters_is_stop_string(kind):
-    """Of parts that are no beginning all but the last are known to be none, of a run none is."""
+    """Broken bytes before the last one are known to be broken; in a run none is known."""
     tokens = [tokenizer(kind).encode("🙂", False)[-1]] * 200
     assert tokenizer(kind).decode(tokens) == "\ufffd" * 200
     fewest = {"qwen2": 2 + 1, "stories260k": 64 + 1}[kind]
@@ -221,7 +221,7 @@ def test_long_run_of_broken_characters_is_stop_string(kind):
 @pytest.mark.parametrize("kind", ["mistral", "stories260k"])
 @pytest.mark.parametrize("broken", [0, 1])
 def test_long_run_of_bytes_does_not_depend_on_chunks(kind, broken):
-    """It is committed in parts, whose text is that of whole characters."""
+    """It is committed in parts of whole characters."""
     parts = [tokenizer(kind).backend.token_to_id(f"<0x{byte:02X}>") for byte in "你".encode()]
     tokens = [*parts[broken:], *parts * 40]
     ends = {
@@ -234,7 +234,7 @@ def test_long_run_of_bytes_does_not_depend_on_chunks(kind, broken):
 
 @pytest.mark.parametrize("kind", ["mistral", "stories260k"])
 def test_broken_characters_after_spaces_do_not_depend_on_chunks(kind):
-    """A space alone has no text, so that a run of bytes may go on behind as many as there are."""
+    """A lone space has no text, so a run of bytes may continue after any number of spaces."""
     space = tokenizer(kind).backend.token_to_id("▁")
     part = tokenizer(kind).backend.token_to_id("<0x9F>")
     tokens = [space] * 90 + [part] * 60
@@ -303,9 +303,9 @@ def test_time_per_token_is_constant():
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
 @pytest.mark.parametrize("character", ["\x00", "a", "\ufffd"], ids=["absent", "held", "broken"])
 def test_work_per_token_is_constant(kind, character):
-    """Strings that are longer than the text, which is their beginning, or has nothing of them."""
+    """Stop strings longer than the text, which is their beginning or shares nothing with them."""
     text = tokenizer(kind).encode("aa" if character == "a" else "two words", False)
-    if character == "\ufffd":  # a part of a character, which no other part follows
+    if character == "\ufffd":  # an incomplete character that stays incomplete
         text = [tokenizer(kind).encode("🙂", False)[-1], *text]
     work = []
     for repeated in (50, 500):
@@ -319,7 +319,7 @@ def test_work_per_token_is_constant(kind, character):
 
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
 def test_large_chunk_is_searched_in_short_windows(kind, monkeypatch):
-    """All tokens of a call can come at once, and each is looked at as if it came alone."""
+    """All tokens of a call can come at once; each is processed as if it came alone."""
     words, decode = tokenizer(kind).encode("two words ", False), Tokenizer.decode
     decoded = []
 
@@ -337,7 +337,7 @@ def test_large_chunk_is_searched_in_short_windows(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_decoded_once(kind, monkeypatch):
-    """Each token that was the last of a piece is decoded by itself too, but only the first time."""
+    """The last token of each piece is also decoded alone, but only the first time."""
     tokens = tokenizer(kind).encode("two words and a third one\n" * 8, False)
     tracker, calls, decode = TextTracker(tokenizer(kind), ()), [], Tokenizer.decode
 
@@ -359,7 +359,7 @@ def test_text_is_decoded_once(kind, monkeypatch):
 
 
 def test_interrupt_during_finish_loses_no_text(monkeypatch):
-    """Several requests end in a chunk, and Ctrl-C comes while their texts are made."""
+    """Several requests end in a chunk, and Ctrl-C comes while their texts are decoded."""
     kind, words = tokenizer("qwen2"), ["one", "two", "three"]
     tracker = TextTracker(kind, (), streaming=False)
     ended = []

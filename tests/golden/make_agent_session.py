@@ -1,8 +1,8 @@
 """Records how the prompts of an agent grow: experiments/benchmarks/agent_session.json.
 
-Codex runs commands on this checkout, as a script has it answer; what it sends at every turn is
-counted in tokens of SmolLM2. A second session, with another question in another folder, says how
-many tokens all sessions begin with. Needs `make clients`.
+Codex runs commands on this checkout, driven by scripted answers; its prompts are counted in tokens
+of SmolLM2. A second session, with another question in another folder, gives the number of tokens
+common to all sessions. Needs `make clients`.
 
     python -m tests.golden.make_agent_session
 """

@@ -12,8 +12,8 @@ for four ways of presenting tokens, `<way>.tokens` and `<way>.logits` in float32
     right   padded on the right, `right.mask` likewise
     packed  several documents in a row, `packed.segments` numbers them from 1, 0 is padding
 
-Positions count from the first real token of a sequence or document. Logits where there is no
-real token are zero and not to be compared.
+Positions count from the first real token of a sequence or document. Logits at padding are zero and
+must not be compared.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python tests/golden/make_layouts.py NAME.json
 
-Needs transformers (no PyTorch), sentencepiece and protobuf. Version 4 and version 5 differ in
-places, so the file is made once with each: `layouts_4.json` (4.57) and `layouts_5.json` (5.24).
+Needs transformers (no PyTorch), sentencepiece and protobuf. Versions 4 and 5 differ in places, so
+the file is made with each: `layouts_4.json` (4.57) and `layouts_5.json` (5.24).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).parent / "tokenizers"
 
 def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
     """What transformers makes of a directory."""
-    # The judge of a sentencepiece model is sentencepiece, which only version 4 runs.
+    # sentencepiece, which only version 4 runs, is the reference for sentencepiece models.
     pieces = (directory / "tokenizer.model").exists()
     kind = transformers.LlamaTokenizer if pieces else transformers.AutoTokenizer
     tokenizer = kind.from_pretrained(str(directory))

@@ -1,13 +1,13 @@
-"""What RULER's own generators write, from words, an essay and documents of ours.
+"""Writes the output of RULER's generators, from our words, essay and documents.
 
 Run from the root of the checkout, with NVIDIA/RULER (Apache-2.0) at c3f5e3b beside it:
 
     PYTHONPATH=. python tests/golden/make_ruler.py path/to/RULER
 
 Writes ruler/TASK.txt, the prompt with the answer prefix, and ruler/answers.json, the answer prefix
-and the references. The generators' functions run as they are; what they draw is `Scripted`, and the
-packages that they import for other ends are replaced by empty ones. NLTK's sentences are those of a
-rule, which agrees on the essay.
+and the references. The generators run unchanged; their random draws are `Scripted`, and unrelated
+packages that they import are replaced by empty ones. A rule replaces NLTK's sentence splitter and
+agrees with it on the essay.
 """
 
 import importlib.util
@@ -60,7 +60,7 @@ def stubs() -> None:
 
 
 def load(folder: pathlib.Path, task: str, length: int, options: dict[str, object]):
-    """Imports a generator as it would be run for a task."""
+    """Imports a generator as if run for a task."""
     constants = sys.modules["constants"].TASKS[SCRIPTS[task]]
     given = {
         "save_dir": ".",

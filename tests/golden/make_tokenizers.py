@@ -1,4 +1,4 @@
-"""Vocabularies cut down to a few texts, with the ids that other programs give those texts.
+"""Vocabularies reduced to a few texts, with reference ids of those texts.
 
     python tests/golden/make_tokenizers.py --qwen DIR --gpt2 DIR --mistral FILE --stories FILE \
         --vectors DIR
@@ -94,8 +94,8 @@ def cut_sentencepiece(out: str, source: pathlib.Path, texts: list[str]) -> None:
     write_expected(folder, [(text, small.encode(text)) for text in texts])
 
 
-# A unigram model with a character map (NFKC), and a byte-pair model as Gemma has it: text as it is,
-# and runs of spaces, line breaks and tabs that are pieces whatever their score.
+# A unigram model with a character map (NFKC), and a byte-pair model like Gemma's: unchanged text,
+# and runs of spaces, line breaks and tabs that are pieces at any score.
 UNIGRAM = dict(vocab_size=500, model_type="unigram")
 GEMMA = dict(
     vocab_size=600,

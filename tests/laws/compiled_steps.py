@@ -1,11 +1,11 @@
-"""Compiles chunks of steps and of prompts ahead of time and prints the compiler's reports as JSON.
+"""Compiles chunks of steps and prompts ahead of time; prints the compiler's reports as JSON.
 
-Run by `test_compiled_steps.py` in a process of its own: compiling for TPU takes libtpu, which one
-process loads at a time. Nothing is executed and no array is made, so models and pools can have
+`test_compiled_steps.py` runs it in a separate process: compiling for TPU takes libtpu, which only
+one process loads at a time. Nothing is executed and no array is made, so models and pools can have
 real sizes. For TPU no device is needed; with `gpu` as its argument it compiles for the GPU at hand;
-with `h200` for one that need not be there (`make gpu-compiler`), steps of the policies that are
-named next, prompts of those after them, and single steps of the last. For TPU the arguments are
-the policies whose prompts are compiled, and those whose single steps are.
+with `h200` for an absent one (`make gpu-compiler`); the next arguments are the policies whose
+steps, prompts and single steps are compiled. For TPU the arguments are the policies whose prompts,
+and those whose single steps are compiled.
 """
 
 import json
@@ -50,19 +50,19 @@ SMALL_OPTIONS = {
 SMALL_OPTIONS |= {
     kind: dict(budget=128, interval=64) for kind in POLICIES.values() if issubclass(kind, Scorer)
 }
-# On GPUs a turn of the loop over layers has up to eight; there are several turns, of each kind of
-# layers where a policy has two.
+# On GPUs a turn of the layer loop has up to eight layers; there are several turns, of each kind of
+# layers if a policy has two.
 LAYERS = {"tpu": 4, "gpu": 18}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
-POOL_FACTOR = 256  # pages of the pool to those of its rows
+POOL_FACTOR = 256  # ratio of the pool's pages to those of its rows
 COPIED_AT_A_TIME = 64  # pages
 PROMPT = 128  # tokens of a chunk of a prompt
 TOPOLOGY = "v5p:2x2x1"
-COPIES: dict = {}  # reports of programs that were compiled, by the cache
+COPIES: dict = {}  # reports of compiled programs, by cache
 
 
 def config_of(num_layers: int) -> ModelConfig:
-    """Returns a small model with so many layers."""
+    """Returns a small model with that many layers."""
     return ModelConfig(
         vocab_size=512,
         hidden_size=256,
@@ -127,12 +127,12 @@ def on_gpu(devices: list | None = None) -> NamedSharding:
 
 
 def for_h200() -> NamedSharding:
-    """Returns a sharding on one H200 that need not be there."""
+    """Returns a sharding on one absent H200."""
     return on_gpu(gpu_compiler.devices("h200", 1, a_host=1))
 
 
 def config_on(place: NamedSharding) -> ModelConfig:
-    """Returns the model that is compiled for this place."""
+    """Returns the model to compile for this target."""
     return config_of(LAYERS[place.mesh.devices.flat[0].platform])
 
 
@@ -143,7 +143,7 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
 
 
 def memory_of_single(policy, pool_factor: int, place: NamedSharding) -> dict:
-    """Returns the same for one step without its draw, as lanes with a grammar take it."""
+    """Returns the same for one step without its draw, as used for lanes with a grammar."""
     shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
     return report_of(programs.advance.lower(*shapes[:6], policy, ()), shapes, place)
 
@@ -162,7 +162,7 @@ def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
 
 
 def memory_of_prompts(policy, pool_factor: int, place: NamedSharding) -> dict:
-    """Returns the same for the program that reads chunks of prompts, of which some end."""
+    """Returns the same for the prefill program, in which some prompts end."""
     shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
 
     def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -197,8 +197,8 @@ def report_of(lowered, shapes, place: NamedSharding) -> dict:
         for line in lines
         if text in line and (" copy(" in line or " copy-start(" in line)
     ]
-    # On a GPU a layer's matrix that is cut out of the stack by a loop over its elements is copied;
-    # otherwise the cut is part of the call that multiplies by it.
+    # On a GPU a layer's matrix that a loop fusion cuts out of the stack is copied; otherwise the
+    # cut is part of the multiplication.
     matrices = [leaf for leaf in jax.tree.leaves(shapes[0].layers) if leaf.ndim > 2]
     cut = [f"bf16[1,{','.join(map(str, leaf.shape[1:]))}]" for leaf in matrices]
     weights = [
@@ -231,8 +231,8 @@ def memory_of_all(
 ) -> dict:
     """Returns `memory_of` for every policy.
 
-    The pool is so large that what a program needs beside it does not count, and that XLA does not
-    move it into a TPU's VMEM while it is used.
+    The pool is so large that other memory of a program is negligible, and that XLA does not move it
+    into a TPU's VMEM.
     """
     return {
         name: memory_of(kind(**SMALL_OPTIONS.get(kind, {})), POOL_FACTOR, place)
@@ -249,7 +249,7 @@ def main() -> None:
         steps = memory_of_all(place)
         print(json.dumps(dict(memory=steps, copies=copies, prompts=prompts, single=single)))
         return
-    jax.config.update("jax_platforms", "cpu")  # a GPU that is there is left alone
+    jax.config.update("jax_platforms", "cpu")  # leaves a present GPU alone
     if sys.argv[1:2] == ["h200"]:
         place = for_h200()
         with mock.patch.object(jax, "default_backend", return_value="gpu"):

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def float64():
-    import jax  # not at the top: the environment of jax is set after this file is loaded
+    import jax  # after tests/conftest.py has set up jax
 
     with jax.enable_x64(True):
         yield

@@ -1,4 +1,4 @@
-"""The sequences that the laws run, what the simulations say must come out, and their comparison.
+"""The sequences of the laws, their expected results from the simulations, and the comparison.
 
 Below the model a sequence is random queries, keys, values and outputs of an adapter for each of two
 layers; in the model it is tokens.
@@ -22,12 +22,12 @@ from tests.support.models import oracle_weights, random_tokens
 
 LENGTHS = (26, 19, 23)
 TOKENS = tuple(random_tokens(100 + index, length) for index, length in enumerate(LENGTHS))
-WIDTH = 8  # of a compiled chunk of a prompt: chunks of 0 to 8 tokens
+WIDTH = 8  # width of a compiled prompt chunk: chunks of 0 to 8 tokens
 WIDE = 32  # a chunk that holds a whole sequence
-LOGITS_PAGE_SIZE = 16  # of the cache that `LanguageModel.logits` makes for itself
+LOGITS_PAGE_SIZE = 16  # page size of the cache that `LanguageModel.logits` makes
 HEAD_DIM = 8
-# Of the lengths 26, 19 and 23. Cuts fall within chunks and at their ends; one sequence is all
-# prompt, one all answer.
+# Prompts of sequences of 26, 19 and 23 tokens. Cuts fall within chunks and at their ends; one
+# sequence is only prompt, one only answer.
 SPLITS = (5, 19, 0), (13, 1, 22)
 TOLERANCE = 1e-10
 
@@ -36,7 +36,7 @@ TOLERANCE = 1e-10
 
 @functools.cache
 def layer_inputs(row: Row, sequence: int) -> list[transformer.LayerInput]:
-    """Returns what each layer is given of a sequence: the same for all rows of a group size."""
+    """Returns the inputs of each layer for a sequence, equal for all rows with one group size."""
     length, stored = LENGTHS[sequence], STORED[row.kv_dtype]
     random = np.random.default_rng((row.group, sequence))
     angles = rope.angles(np.arange(length), HEAD_DIM, THETA)
@@ -89,7 +89,7 @@ def simulated(row: Row, sequence: int, prompt_length: int, page_size: int) -> tr
 
 
 def expected(row: Row, prompts, page_size: int | None = None) -> list[transformer.Pass]:
-    """Returns the passes of all sequences, cached where prompts and pages make no difference."""
+    """Returns the passes of all sequences, cached if they do not depend on prompts and pages."""
     page_size = page_size or row.page_size
     if row.policy.parallel != "prompts":
         prompts, page_size = [0] * len(LENGTHS), row.page_size
@@ -106,7 +106,7 @@ def peak_slots(sequences: Sequence[list[Trace]]) -> np.ndarray:
 
 
 def live_totals(traces: list[Trace]) -> np.ndarray:
-    """Returns the slots in use over all rows while each token attends, [T]."""
+    """Returns the slots in use over all rows when each token attends, [T]."""
     return sum(trace.live_counts.sum(axis=1) for trace in traces)
 
 
@@ -150,7 +150,7 @@ def read_again(row: Row, traces: list[Trace], prompt_length: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Difference:
-    """Collects the largest difference of a test, and shows where it was."""
+    """Collects the largest difference of a test, and its place."""
 
     largest: float = 0.0
 
@@ -179,9 +179,9 @@ def run_and_compare(
       run: see `cached_runs.drive`.
       prompts: lengths of the prompts.
       parts: the tokens of each run.
-      inputs, traces: what each layer is given of each sequence, and its simulation.
-      outputs: what must come out of each sequence.
-      seed: of the places of pages.
+      inputs, traces: the inputs of each layer for each sequence, and its simulation.
+      outputs: the expected outputs of each sequence.
+      seed: for the places of pages.
 
     Returns:
       The largest difference of outputs.

@@ -1,7 +1,7 @@
-"""Covering arrays: few rows in which every two values of different factors meet.
+"""Covering arrays: few rows that contain every pair of values of different factors.
 
-Items of one kind (options of policies that share a mechanism) stand for each other: each item has a
-row, and each kind meets every value of every factor in a row of one of its items.
+Items of one kind (options of policies that share a mechanism) are interchangeable: each item has a
+row, and each kind has every value of every factor in a row of one of its items.
 """
 
 import functools
@@ -11,17 +11,17 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 
 def pairs(kind: Hashable, values: Mapping[str, Hashable]) -> Iterator[frozenset]:
-    """Returns the pairs of values that meet in a row; a kind is a value like any other."""
+    """Returns the pairs of values in a row; the kind counts as a value."""
     return map(frozenset, itertools.combinations([("kind", kind), *values.items()], 2))
 
 
 def covering[Item](
     items: Sequence[tuple[Hashable, Item]], factors: Mapping[str, Sequence]
 ) -> list[tuple[Item, dict]]:
-    """Returns (item, values) for every item, and further rows until every pair has met.
+    """Returns (item, values) for every item, and further rows until every pair occurs.
 
-    Each row in turn has the values in which the most new pairs meet; of equals those that have been
-    had least. Nothing is drawn at random: the rows are the same in every process.
+    Each row takes the values that add the most new pairs; among equals the least used ones. Nothing
+    is random: the rows are the same in every process.
 
     Args:
       items: the kind of each item, and the item.
@@ -36,7 +36,7 @@ def covering[Item](
     turns = {kind: itertools.cycle([x for own, x in items if own == kind]) for kind in kinds}
     waiting = [kind for kind, _ in items]
     while waiting or missing:
-        # Where no item waits, a kind that lacks most pairs.
+        # When every item has a row, the kind that lacks the most pairs.
         lacks = Counter(value for pair in missing for name, value in pair if name == "kind")
         kind = waiting.pop(0) if waiting else max(kinds, key=lacks.__getitem__)
         values = max(choices, key=functools.partial(gain, missing, had, kind))
@@ -47,6 +47,6 @@ def covering[Item](
 
 
 def gain(missing: set, had: Counter, kind: Hashable, values: Mapping) -> tuple[int, int]:
-    """Returns how many new pairs meet in a row, and how seldom its values were had."""
+    """Returns the number of new pairs in a row, and how rarely its values were used."""
     new = sum(pair in missing for pair in pairs(kind, values))
     return new, -sum(had[value] for value in values.items())

@@ -1,8 +1,8 @@
-"""The rows under the laws: policies with their options, and the sizes that they run with.
+"""The rows of the laws: policies with their options, and their sizes.
 
-`ROWS` run one floor below the model (`test_layers.py`): every option that has code of its own, with
-group sizes, page sizes, dtypes and forms of chunks so that every two of them meet, and each with
-every mechanism. `MODEL_ROWS` run the whole model: one of each of the seven mechanisms.
+`ROWS` run below the model (`test_layers.py`): every option with separate code, with group sizes,
+page sizes, dtypes and chunk forms combined pairwise, and each of these with every mechanism.
+`MODEL_ROWS` run the whole model: one row for each of the seven mechanisms.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tests.support.models import random_model, tiny_config
 BY_TOKEN = "evict_past_budget"
 PLENTY = 64  # longer than every sequence of the tests
 LOW_OFFSET = dict(alpha_scale=2.0, alpha_offset=0.5)
-# Options by mechanism. Numbers alone are varied where no further program is needed for them.
+# Options by mechanism. Numbers are varied only where they need no further program.
 OPTIONS = {
     "append": [dms_jax.Vanilla()],
     "evict": [
@@ -82,7 +82,7 @@ OPTIONS = {
 }
 FACTORS = {
     "group": (1, 2, 4, 8),
-    "page_size": (3, 4, 5, 7),  # which do not divide the lengths of the tests
+    "page_size": (3, 4, 5, 7),  # they do not divide the lengths of the tests
     "kv_dtype": (None, "float8_e4m3", "int4"),
     "prompts": ("chunks", "whole", "tokens"),
     "answers": ("steps", "chunks"),
@@ -99,7 +99,7 @@ class Row:
       page_size: slots per page.
       kv_dtype: the dtype of the cache; the model's if None.
       prompts: whether prompts come in chunks, whole, or one token at a time.
-      answers: whether answers are steps, or at first chunks, as when a past is recomputed.
+      answers: whether answers run in steps, or at first in chunks, as after a preemption.
     """
 
     policy: Policy
@@ -120,7 +120,7 @@ class Row:
 
     @property
     def cuts(self) -> Literal["never", "after the prompt", "always"]:
-        """When rows are cut right after a token's attention."""
+        """When rows are cut immediately after a token's attention."""
         if isinstance(self.policy, PeriodicEviction):
             return "always"
         if in_one_pass_by_its_window(self.policy):
@@ -130,7 +130,7 @@ class Row:
 
     @property
     def selects(self) -> bool:
-        """Whether query heads read less than the cache holds."""
+        """Whether query heads read only a part of the cache."""
         return isinstance(self.policy, SelectiveReading)
 
     def held(self, trace: Trace, done: int, prompt_length: int) -> list[list[int]]:
@@ -149,11 +149,11 @@ class Row:
 
 
 def in_one_pass_by_its_window(policy: Policy) -> bool:
-    """Returns whether each token of a prompt sees a window of the same size, whatever `prefill`."""
+    """Returns whether each prompt token sees a window of the same size, for any `prefill`."""
     return isinstance(policy, dms_jax.StreamingLLM) and policy.compression_ratio is None
 
 
-INNER = {"over": "over", "scorer": "of"}  # fields that hold another policy
+INNER = {"over": "over", "scorer": "of"}  # fields that contain another policy
 
 
 def _options(policy: Policy) -> list[str]:
@@ -187,7 +187,7 @@ def of_other_groups(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-# Other values of numbers that are arguments of programs.
+# Other values of traced numbers.
 OTHER = {
     "budget": lambda value: value + 2,
     "compression_ratio": lambda value: value + 0.9,
@@ -208,11 +208,11 @@ OTHER = {
     "over": lambda value: with_other_numbers(value) or value,
     "scorer": lambda value: with_other_numbers(value),
 }
-SHAPES = {dms_jax.StreamingLLM: {"budget", "sinks"}}  # which are sizes of its window
+SHAPES = {dms_jax.StreamingLLM: {"budget", "sinks"}}  # fields that are sizes of its window
 
 
 def with_other_numbers(policy: Policy) -> Policy | None:
-    """Returns the policy with other arguments of its programs; None if it has none."""
+    """Returns the policy with other traced numbers; None if it has none."""
     fields = {field.name for field in dataclasses.fields(policy)} - SHAPES.get(type(policy), set())
     old = {name: getattr(policy, name) for name in OTHER if name in fields}
     new = {name: OTHER[name](value) for name, value in old.items() if value is not None}
@@ -225,9 +225,9 @@ def with_other_numbers(policy: Policy) -> Policy | None:
 
 
 def with_nothing_to_evict(policy: Policy) -> Policy | None:
-    """Returns the policy with numbers by which it is vanilla attention, in the same programs."""
+    """Returns the policy with numbers that make it vanilla attention, in the same programs."""
     if getattr(policy, "compression_ratio", None):
-        whole = not isinstance(policy, dms_jax.Quest)  # which reads whole pages alone
+        whole = not isinstance(policy, dms_jax.Quest)  # it reads only whole pages
         return dataclasses.replace(policy, compression_ratio=1) if whole else None
     match policy:
         case dms_jax.DMS():
@@ -248,9 +248,9 @@ def with_nothing_to_evict(policy: Policy) -> Policy | None:
 
 
 def layer_law(start: str) -> str:
-    """Returns the test of the row whose name starts so, for pytest.
+    """Returns the pytest id of the row whose name begins with the argument.
 
-    What follows in its name changes where an option is added to the table.
+    The rest of its name changes when an option is added to the table.
     """
     (name,) = [row.name for row in ROWS if row.name.startswith(start)]
     return f"tests/laws/test_layers.py::test_prompts_and_answers[{name}]"

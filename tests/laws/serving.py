@@ -25,12 +25,12 @@ from tests.oracles import transformer
 TOLERANCE = 1e-10
 FLOAT64, FLOAT32, BFLOAT16, INT32 = 8, 4, 2, 4
 LANES, MAX_TOKENS, CHUNK, PREFILL_CHUNK = 4, 32, 4, 8
-# Takes the most likely token, by the compiled programs that sample at other temperatures.
+# Takes the most likely token, with the same compiled programs that sample at other temperatures.
 ALMOST_GREEDY = Sampling(temperature=1e-30, logprobs=True)
 
 
 def engine_of(model: LanguageModel, row: Row, **options: Any) -> Engine:
-    """Returns an engine of the one shape that all laws serve a row with: they share programs."""
+    """Returns an engine of the one shape that all laws use, so that they share programs."""
     shape = dict(num_lanes=LANES, max_tokens=MAX_TOKENS, chunk=CHUNK, prefill_chunk=PREFILL_CHUNK)
     return Engine(
         model,
@@ -53,7 +53,7 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
     }[row.kv_dtype]
     entry = numbers + scales
     away = isinstance(row.policy, dms_jax.KCache) and row.policy.values == "host"
-    if away:  # of rows whose every layer is fetched from
+    if away:  # of rows all of whose layers are fetched from
         assert row.policy.first_layers == 0
     bounds = 2 * isinstance(row.policy, dms_jax.Quest) * config.head_dim * FLOAT64
     slot = {dms_jax.H2O: FLOAT64 + INT32, dms_jax.KVpop: FLOAT64}.get(type(row.policy), 0)
@@ -63,7 +63,7 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
 
 
 def has_positions(policy: dms_jax.Policy) -> bool:
-    """Whether a policy keeps the position of each slot's token in place of a ring."""
+    """Whether a policy keeps the position of each slot's token instead of a ring."""
     return isinstance(policy, dms_jax.StreamingLLM) and policy.compression_ratio is not None
 
 
@@ -86,7 +86,7 @@ def bytes_per_row(config: ModelConfig, policy: dms_jax.Policy) -> int:
 
 
 def state_bytes(config: ModelConfig, policy: dms_jax.Policy) -> int:
-    """Returns the bytes of the state of all rows of a sequence: of a window, a slot a token."""
+    """Returns the bytes of the state of all rows of a sequence; a window takes a slot per token."""
     window = config.window or 0
     of_layers = [
         window * INT32 if windowed else bytes_per_row(config, policy)
@@ -116,7 +116,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def left_in(row: Row, one: transformer.Pass, prompt_length: int) -> list[int]:
-    """Returns the total slots in use of the sequence's rows at its end."""
+    """Returns the total slots in use of the sequence's rows at the end."""
     held = [row.held(trace, len(trace.live), prompt_length) for trace in one.traces]
     return [len(head) for layer in held for head in layer]
 

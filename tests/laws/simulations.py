@@ -1,4 +1,4 @@
-"""Every policy's simulation: from what a layer is given to the trace of an oracle.
+"""Every policy's simulation: from a layer's inputs to the trace of an oracle.
 
 A new policy has its function here, by its type, unless it ranks tokens (`oracles/scored.py`).
 """
@@ -42,7 +42,7 @@ from tests.support.models import tiny_config
 
 LAYERS = 2
 THETA = tiny_config().rope.theta
-# What a cache returns of the vectors that it is given.
+# Returns vectors after a round trip through a cache of few bits.
 STORED = {None: unchanged, "float8_e4m3": float8.snap, "int4": int4.snap}
 
 
@@ -53,7 +53,7 @@ def simulate(policy, layer: LayerInput, prompt_length: int, page_size: int) -> T
 
 
 def in_tokens(policy: dms_jax.Policy, length: int) -> dms_jax.Policy:
-    """Returns the policy with its budgets in tokens, for a sequence that comes to `length`."""
+    """Returns the policy with its budgets in tokens, for a sequence that reaches `length`."""
     if hasattr(policy, "scorer"):
         return dataclasses.replace(policy, scorer=in_tokens(policy.scorer, length))
     ratio = getattr(policy, "compression_ratio", None)
@@ -71,7 +71,7 @@ def _(policy: dms_jax.Vanilla, layer, prompt_length, page_size):
     return vanilla.simulate(*layer.rotated)
 
 
-# -- eviction as tokens leave a window ------------------------------------------------------------
+# -- delayed eviction ------------------------------------------------------------------------------
 
 
 def dms_decisions(policy: dms_jax.DMS, layer: LayerInput):
@@ -91,7 +91,7 @@ def dms_decisions(policy: dms_jax.DMS, layer: LayerInput):
 
 @functools.cache
 def token_draws(seed: int, layer: int, kv_heads: int) -> np.ndarray:
-    """Returns the draws of so many tokens that one shape of them is compiled, [T, K]."""
+    """Returns the draws for a fixed number of tokens, so that one shape is compiled, [T, K]."""
     rows = draws.row_hashes(seed, jnp.asarray(layer), kv_heads)
     return np.asarray(draws.token_uniforms(rows, jnp.arange(PLENTY)[None]))[0].T
 
@@ -115,7 +115,7 @@ def _(policy: dms_jax.StreamingLLM, layer, prompt_length, page_size):
 def random_marks(
     policy: dms_jax.RandomEviction, layer: int, kv_heads: int, head_dim: int
 ) -> np.ndarray:
-    """Returns the marks of so many tokens that one shape of them is compiled, [T, K]."""
+    """Returns the marks for a fixed number of tokens, so that one shape is compiled, [T, K]."""
     nothing = np.zeros((1, PLENTY, kv_heads, head_dim))
     return np.asarray(policy.decide(tokens_of(nothing, layer=layer)).marks)[0].T
 
@@ -128,7 +128,7 @@ def _(policy: dms_jax.RandomEviction, layer, prompt_length, page_size):
 
 
 def scorer_outputs(layer: LayerInput) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what a layer's scorer predicts, both [T, K]; zeros for an output that it lacks."""
+    """Returns the predictions of a layer's scorer, both [T, K]; zeros for a missing output."""
     own = importance.SCALE * layer.own + importance.LEVEL
     late = np.zeros_like(own) if layer.late is None else importance.SCALE * layer.late
     return own, late
@@ -160,7 +160,7 @@ def merge_decisions(policy: Merging, layer: LayerInput):
 
 
 def merging(policy: Merging) -> dict:
-    """Returns the window of the means, and the neuron that takes no part."""
+    """Returns the window of the means, and the excluded neuron."""
     if isinstance(policy, dms_jax.FixedPooling):
         return dict(window=None, neuron=None)
     return dict(window=policy.window, neuron=dmc_neuron(policy))
@@ -198,7 +198,7 @@ def stored_keys(policy: dms_jax.Policy, layer: LayerInput) -> np.ndarray:
     return layer.stored(dmc.without_neuron(rotated, neuron))
 
 
-# -- a victim a step ------------------------------------------------------------------------------
+# -- one victim per step ---------------------------------------------------------------------------
 
 
 @simulate.register
@@ -213,7 +213,7 @@ def _(policy: dms_jax.TOVA, layer, prompt_length, page_size):
 
 
 def side_by_side(traces: list[Trace]) -> Trace:
-    """Joins the traces of KV heads that were simulated separately into one layer."""
+    """Joins the traces of separately simulated KV heads into one layer."""
 
     def joined(field: str) -> list:
         steps = zip(*(getattr(trace, field) for trace in traces), strict=True)
@@ -241,7 +241,7 @@ def _(policy: dms_jax.KVpop, layer, prompt_length, page_size):
 
 
 def worth_of(scorer: Scorer, layer: LayerInput, prompt_length: int) -> scored.Worth:
-    """Returns what tokens are worth to a policy that ranks them."""
+    """Returns the scores of a policy that ranks tokens."""
     if isinstance(scorer, dms_jax.RandomSelection):
         return own_draws(scorer, layer)
     given = dict(zip("qkv", layer.rotated, strict=True), queries=layer.q, theta=THETA)
@@ -250,13 +250,13 @@ def worth_of(scorer: Scorer, layer: LayerInput, prompt_length: int) -> scored.Wo
 
 
 def when_of(scorer: Scorer) -> scored.When | None:
-    """Returns when rows are cut, if the policy has a rule of its own."""
+    """Returns the policy's rule for cuts, if it has one."""
     when = scored.RANKINGS[scorer.name].when if scorer.name in scored.RANKINGS else None
     return None if when is None else called_with(when, scorer)
 
 
 def called_with(function, scorer: Scorer, **given):
-    """Calls a function with those of its parameters that are given or are options of a policy."""
+    """Calls a function with those of its parameters that are given or are policy options."""
     given |= {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
     return function(**{name: given[name] for name in inspect.signature(function).parameters})
 
@@ -274,7 +274,7 @@ def own_draws(scorer: dms_jax.RandomSelection, layer: LayerInput) -> scored.Wort
 
 @functools.cache
 def slot_draws(seed: int, layer: int, kv_heads: int, t: int) -> np.ndarray:
-    """Returns the draws of a cut for so many slots that one shape of them is compiled, [K, S]."""
+    """Returns the draws of a cut for a fixed number of slots (one compiled shape), [K, S]."""
     scorer = dms_jax.RandomSelection(seed=seed)
     drawn = drawing(scorer, kv_heads, jnp.asarray(layer), jnp.asarray([t]))
     return np.asarray(drawn, float)[0]

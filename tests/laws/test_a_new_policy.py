@@ -1,4 +1,4 @@
-"""The example policy of CONTRIBUTING.md, as printed there, under the laws.
+"""The laws hold for the example policy printed in CONTRIBUTING.md.
 
 The last test follows the page's instructions in a copy of the tree, and runs its commands.
 """
@@ -68,7 +68,7 @@ def insert(path: Path, after: str, text: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_policy_of_the_documentation_page_works(source, tmp_path):
+def test_documented_policy_works(source, tmp_path):
     """About 30 seconds."""
     copy_tree(tmp_path)
     with (tmp_path / "tests" / "oracles" / "scored.py").open("a") as file:

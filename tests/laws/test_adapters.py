@@ -1,8 +1,8 @@
-"""Law: in a batch of several adapters each request answers as in an engine with its own alone.
+"""Law: in a batch of several adapters each request answers as in an engine with only its adapter.
 
-The adapters decide and project differently: heads, low-rank updates of several ranks and scales,
-or one of the two. Lanes are few and the pool is small, so that lanes change hands between adapters
-and requests are preempted and recomputed.
+The adapters differ in decisions and projections: heads, low-rank updates of several ranks and
+scales, or only one of the two. Lanes are few and the pool is small, so that lanes pass between
+adapters and requests are preempted and recomputed.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SAMPLING = Sampling(temperature=1.0, max_new_tokens=12, logprobs=True, seed=5)
 def with_adapter(
     model: LanguageModel, policy: Policy, seed: int, size: LowRank | None
 ) -> LanguageModel:
-    """The model with a head and updates of random numbers."""
+    """The model with a random head and random updates."""
     own = random_model(model.config, adapter=policy.retrofit.adapter, seed=seed)
     transformer = LanguageModel(own).with_parameters(model.transformer).transformer
     random = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def engines() -> tuple[LanguageModel, Engine, dict[str | None, Engine]]:
 
 
 def check_each_as_alone(pages: int | None = None) -> None:
-    """Compares all answers to prompts, of which some are equal and have other adapters."""
+    """Compares all answers to prompts, some of which are equal but have different adapters."""
     _, engine, alone = engines()
     lengths, names = (9, 14, 3, 17, 9, 6, 12), list(alone)
     prompts = [random_tokens(seed, n).tolist() for seed, n in enumerate(lengths)]
@@ -85,11 +85,11 @@ def check_each_as_alone(pages: int | None = None) -> None:
             chex.assert_trees_all_close(found[place].logprobs, one.logprobs, atol=1e-9)
             assert found[place].usage.live_tokens == one.usage.live_tokens
             answers.add(tuple(one.tokens))
-    assert len(answers) >= len(prompts) - 2  # so whoever took another's adapter is seen
+    assert len(answers) >= len(prompts) - 2  # so an answer from another adapter is detected
 
 
 def test_batched_adapters_answer_as_each_alone():
-    """With preemptions, and again from the prefixes that each adapter has read."""
+    """With preemptions, and again from each adapter's cached prefixes."""
     _, engine, _ = engines()
     check_each_as_alone(pages=36)
     check_each_as_alone()
@@ -98,7 +98,7 @@ def test_batched_adapters_answer_as_each_alone():
 
 
 def test_replaced_weights_answer_as_a_new_engine():
-    """Adapters, one of them of a smaller rank, and then the base; nothing is compiled."""
+    """Replaces adapters, one by a smaller rank, then the base; nothing is compiled."""
     base, engine, alone = engines()
     check_each_as_alone()
     seeds = {"a": (21, SIZES["a"]), "b": (22, SIZES["b"]), "c": (23, SIZES["c"])}

@@ -1,8 +1,8 @@
-"""Law 10: a request that decodes during the prefills of others answers as alone, and so do they.
+"""Law 10: requests that decode or prefill during each other's prefill answer as alone.
 
 A request decodes when two longer ones arrive, whose prompts are prefilled in parts between its
-steps. All three have the tokens and usage that they have alone, and log-probabilities up to
-rounding, as programs of other shapes may prefill them.
+steps. All three have the same tokens and usage as alone, and equal log-probabilities up to
+rounding, because programs of other shapes may prefill them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, TOLERANCE, engine_o
 from tests.support.instances import nightly_but
 from tests.support.models import random_tokens
 
-# A window of queries, and cuts of answers too; a victim for each token behind a dense prompt.
+# A window of queries, and cuts of answers, too; a victim for each token after a dense prompt.
 QUICK = [MODEL_ROWS[4], Row(dms_jax.TOVA(budget=8), 2, 4)]
 EVERY_POLICY = [Row(policy, 2, 4) for _, policy in POLICY_ROWS]
 ROWS = QUICK + [row for row in MODEL_ROWS + EVERY_POLICY if row not in QUICK]
@@ -29,7 +29,7 @@ ANSWERS = (24, 5, 7)
 
 
 def figures(completion: Completion) -> dict:
-    """Returns what must be the same: all but the pages that were reserved meanwhile."""
+    """Returns the figures that must be equal: all but the pages reserved meanwhile."""
     usage = dataclasses.asdict(completion.usage)
     del usage["peak_cache_bytes"]
     return usage
@@ -57,7 +57,7 @@ def test_answers_are_the_same_during_prefills(row, record_property):
         return next(looks, [])
 
     engine.serve(Source([], ALMOST_GREEDY, incoming=incoming))
-    # Parts of prompts were read between steps of the first answer: one step behind each.
+    # Parts of prompts were prefilled between steps of the first answer, with one step after each.
     assert between[-2] - between[2] >= 3
     largest = 0.0
     for expected, request in zip(alone, requests, strict=True):

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_TEMPORARY = 1 / 50  # of the pool
 AHEAD = ("DMS", "Quest", "KCache")  # one kind of layers, and two with one of two selections
 SINGLE = ("DMS", "KCache")  # steps in two programs: on the device, and with values on the host
-# Prompts that are appended and then cut, and those that are evicted from as they are read, in one
-# pass and one by one; for GPUs one that is only appended, too.
+# Prompts that are appended and then cut, and prompts with eviction during prefill, in one pass and
+# token by token; for GPUs also one that is only appended.
 PROMPTS_ON_TPU = ("SnapKV", "AdaKV", "DMS", "TOVA")
 PROMPTS_FOR_GPUS = ("ExpectedAttention", "PyramidKV", "DMS", "TOVA", "KCache")
 
@@ -63,11 +63,10 @@ def report_for_h200() -> dict:
 def misses(reports: dict, program: str, *, on_gpu: bool) -> dict:
     """Returns the reports of programs that copy the pool, by policy.
 
-    The cache that comes out is the one put in. The pool takes no part in the temporary memory,
-    except that one number per slot (H2O's sums) changes layout once a chunk where a page has fewer
-    than 128 slots, and that where sequences are copied it is padded to as many, too. On a GPU a
-    step's weights are not copied either, even where layers differ; there the temporary memory of
-    prompts alone is bounded.
+    The output cache aliases the input. The pool is not part of the temporary memory, with two
+    exceptions: one number per slot (H2O's sums) changes layout once a chunk if a page has fewer
+    than 128 slots, and is padded to 128 when sequences are copied. On a GPU a step's weights are
+    not copied either, even if layers differ; there only the temporary memory of prompts is bounded.
     """
     slots = 2 if program == "copies" else 1
 
@@ -87,8 +86,8 @@ every_program = pytest.mark.parametrize("program", ["memory", "single", "prompts
 
 @pytest.mark.nightly
 @every_program
-def test_the_pool_is_updated_in_place_on_tpu(program, report):
-    """In steps, also single ones, where prompts are written, read and maybe cut, in copies."""
+def test_pool_is_updated_in_place_on_tpu(program, report):
+    """In steps, also single ones; in prefill with cuts; in copies."""
     some = {"prompts": PROMPTS_ON_TPU, "single": SINGLE}
     assert set(report[program]) == set(some.get(program, POLICIES))
     assert not misses(report, program, on_gpu=False)
@@ -96,7 +95,7 @@ def test_the_pool_is_updated_in_place_on_tpu(program, report):
 
 @pytest.mark.gpu
 @every_program
-def test_the_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
+def test_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
     assert set(report_on_gpu[program]) == set(POLICIES)
     assert not misses(report_on_gpu, program, on_gpu=True)
 
@@ -106,15 +105,15 @@ def test_the_pool_is_updated_in_place_on_gpu(program, report_on_gpu):
     ("program", "names"),
     [("memory", AHEAD), ("single", SINGLE), ("prompts", PROMPTS_FOR_GPUS)],
 )
-def test_the_pool_is_updated_in_place_for_gpus(program, names, report_for_h200):
-    """Steps compile where layers differ, too: XLA failed at two loops that it had unrolled."""
+def test_pool_is_updated_in_place_for_absent_gpus(program, names, report_for_h200):
+    """Steps also compile if layers differ: XLA used to fail at two unrolled loops."""
     assert set(report_for_h200[program]) == set(names)
     assert not misses(report_for_h200, program, on_gpu=True)
 
 
 @pytest.mark.nightly
 def test_programs_do_not_grow_with_depth(report):
-    """Ten times the layers are the same loop: they are traced, lowered and compiled as quickly."""
+    """Ten times the layers are the same loop: traced, lowered and compiled as quickly."""
     shallow, deep = (report["instructions"][layers] for layers in ("4", "40"))
     assert shallow > 100
     assert deep < 1.02 * shallow

@@ -1,7 +1,7 @@
 """Laws on the checkpoints of every family: through the cache, on a mesh, and in training.
 
-What each family computes is compared with transformers (`tests/model/test_parity.py`), in one pass
-without a cache. Here that pass is compared with all other ways to the same numbers.
+`tests/model/test_parity.py` compares one pass without a cache with transformers, for each family.
+Here that pass is compared with all other ways to compute the same numbers.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir())
 QUICK = {"gemma3", "gpt_oss"}  # windows of a group and a part, norms; sinks, experts, biases
 TOLERANCE = 1e-9
 PROMPTS = [[5, 17, 42, 8, 30, 11, 9, 3, 27, 50, 14], [33, 2, 9], [7, 28, 28, 44, 19, 6, 51, 12]]
-OF_WINDOWS = {"mistral_window", "phi3"}  # whose every layer has one
+OF_WINDOWS = {"mistral_window", "phi3"}  # every layer has a window
 
 
 @functools.cache
@@ -80,8 +80,8 @@ def test_the_cache_equals_one_pass(family, policy):
     ids=lambda policy: policy.name,
 )
 @pytest.mark.parametrize("family", nightly_but({"gpt_oss"}, sorted(set(FAMILIES) - OF_WINDOWS)))
-def test_with_nothing_to_evict_every_policy_is_vanilla(family, policy):
-    """Sinks and soft caps go through the steps of policies that observe weights or select."""
+def test_policies_without_eviction_equal_vanilla(family, policy):
+    """Steps of policies that observe weights or select entries include sinks and soft caps."""
     if policy.name == "KCache":
         policy = dataclasses.replace(policy, values="device")
     model = model_of(family)
@@ -90,7 +90,7 @@ def test_with_nothing_to_evict_every_policy_is_vanilla(family, policy):
 
 @pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
 def test_a_preempted_request_answers_as_alone(family, monkeypatch):
-    """The pool is full once two answers have begun, and the younger is put back in the queue."""
+    """The pool is full once two answers have begun, and the younger one is preempted."""
     model, left, preempt = model_of(family), [], Scheduler.preempt
     policy = dms_jax.Vanilla() if family in OF_WINDOWS else dms_jax.DMS(window=3)
     expected = answers(model, policy)
@@ -137,7 +137,7 @@ QUICK_MESHES = [
 
 @pytest.mark.parametrize(("family", "axes"), nightly_but(QUICK_MESHES, MESHES), ids=str)
 def test_a_mesh_changes_no_result(family, axes):
-    """Neither answers nor logits; experts that an axis does not divide are split within."""
+    """Answers and logits stay equal; experts that an axis does not divide are split within."""
     mesh = dms_jax.make_mesh(**axes)
     spread = model_of(family, mesh)
     kernel = spread.transformer.layers.mlp.down_proj.kernel
@@ -150,7 +150,7 @@ def test_a_mesh_changes_no_result(family, axes):
 
 
 def test_split_experts_are_saved_as_they_were(tmp_path):
-    """Each is a file's tensor of its own, on one of the devices along the axis."""
+    """Each expert is a separate tensor of a file, on one of the devices along the axis."""
     family = "qwen3_moe_unnormalized"
     spread = model_of(family, dms_jax.make_mesh(data=2, experts=2))
     dms_jax.save(spread, dms_jax.Vanilla(), tmp_path)

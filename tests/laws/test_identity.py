@@ -1,6 +1,6 @@
 """Law 1, second half: a checkpoint does not silently run with a policy it was not made for.
 
-That policies with nothing to evict equal vanilla attention is tested by rows of the other laws.
+Rows of the other laws test that policies with nothing to evict equal vanilla attention.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def test_every_entry_point_refuses():
         score(model, [[1, 2, 3]], policy=TOVA())
 
 
-def test_other_options_of_the_same_neurons_do_not_warn():
+def test_other_options_of_same_neurons_do_not_warn():
     model = LanguageModel(model_of(2, False), policy=DMS(window=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -65,7 +65,7 @@ def test_other_options_of_the_same_neurons_do_not_warn():
     ],
     ids=repr,
 )
-def test_decisions_trained_for_another_meaning_are_refused(declared, asked):
+def test_decisions_with_another_meaning_are_refused(declared, asked):
     model = LanguageModel(model_of(2, True), policy=declared)
     with pytest.raises(ConfigError, match=r"its decisions mean .* would read them as"):
         model.resolve_policy(asked)
@@ -79,7 +79,7 @@ def test_borrowing_from_an_untrained_model_is_refused(policy):
     assert dataclasses.replace(model, untrained=True).resolve_policy(policy) == policy
 
 
-def test_policies_that_add_nothing_run_on_any_untouched_model():
+def test_policies_without_parameters_run_on_any_base():
     model = LanguageModel(model_of(2, False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -88,7 +88,7 @@ def test_policies_that_add_nothing_run_on_any_untouched_model():
                 assert model.resolve_policy(policy()) == policy()
 
 
-def test_an_adapter_must_be_there():
+def test_missing_adapter_is_refused():
     for policy in (DMS(source="adapter"), KVzap(), KVpop()):
         with pytest.raises(ConfigError, match="which this model does not have"):
             LanguageModel(model_of(2, False)).resolve_policy(policy)
@@ -99,13 +99,13 @@ def test_an_adapter_must_be_there():
         LanguageModel(model_of(2, True)).resolve_policy(DMS(source="adapter"))
 
 
-def test_other_values_than_policies_are_refused():
-    unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # past the types that tests check
+def test_non_policies_are_refused():
+    unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # bypasses the types that tests check
     with pytest.raises(ConfigError, match="Not a cache policy"):
         unchecked(LanguageModel(model_of(2, False)), 7)
 
 
-def test_a_name_is_the_policy_with_its_defaults():
+def test_policy_name_means_its_defaults():
     model = LanguageModel(model_of(2, False))
     for name, policy in POLICIES.items():
         if policy().retrofit.adapter is None:

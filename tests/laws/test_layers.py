@@ -50,7 +50,7 @@ from tests.support.cached_runs import Part, of_layers, ragged_parts
 from tests.support.instances import further
 from tests.support.models import tiny_config
 
-CUT_BY = 14  # tokens: most budgets and intervals are less
+CUT_BY = 14  # tokens; most budgets and intervals are smaller
 FREQUENCIES = tuple((THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())
 
 
@@ -84,8 +84,8 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
 def parts_of(row: Row, prompts, seed: int) -> Iterator[Part]:
     """Returns prompts and answers in the forms of the row.
 
-    Answers begin while another prompt has been read up to where its rows would be cut. An answer in
-    chunks ends in steps.
+    Answers begin when another prompt has been read almost to its cut. An answer in chunks ends in
+    steps.
     """
     prompts = np.array(prompts, np.int32)
     of_prompt = {"chunks": WIDTH, "tokens": 1, "whole": WIDE}[row.prompts]
@@ -108,7 +108,7 @@ def parts_of(row: Row, prompts, seed: int) -> Iterator[Part]:
 
 
 def with_numbers(rows: list[Row]) -> list[Row]:
-    """Returns each row, followed by those that differ in the arguments of its programs alone."""
+    """Returns each row, followed by rows that differ only in traced numbers."""
     changes = (lambda policy: policy, with_other_numbers, with_nothing_to_evict)
     policies = [(row, {change(row.policy): None for change in changes}) for row in rows]
     return [
@@ -120,7 +120,7 @@ def with_numbers(rows: list[Row]) -> list[Row]:
     "row", [*with_numbers(ROWS), *further(*of_other_groups(ROWS))], ids=lambda row: row.name
 )
 def test_prompts_and_answers(row, record_property):
-    """Rows whose numbers alone differ run in the same programs."""
+    """Rows that differ only in traced numbers run in the same programs."""
     splits = SPLITS if row in ROWS else SPLITS[1:]
     largest = max(
         check_run(row, prompts, parts_of(row, prompts, seed), seed=seed)
@@ -132,8 +132,8 @@ def test_prompts_and_answers(row, record_property):
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.policy.parallel == "never"], ids=lambda row: row.name
 )
-def test_kept_whole_tokens_attend_in_one_pass(row, record_property):
-    """Chunks of it end at the budget; then come those whose tokens run one by one, and steps."""
+def test_prompt_within_budget_attends_in_one_pass(row, record_property):
+    """One-pass chunks end at the budget; then come token-by-token chunks, and steps."""
     prompts, whole = SPLITS[0], [row.policy.kept_whole(length) for length in LENGTHS]
     assert min(whole) > 0
     parts = [*ragged_parts(8, LENGTHS, prompts, width=WIDTH, whole=whole)]
@@ -142,7 +142,7 @@ def test_kept_whole_tokens_attend_in_one_pass(row, record_property):
 
 
 @pytest.mark.parametrize("prompts", ["chunks", "tokens"])
-def test_prompts_in_parts_are_cut_to_a_window_by_ratio_at_their_end(prompts, record_property):
+def test_chunked_prompts_are_cut_to_ratio_window_at_end(prompts, record_property):
     """The rows above take this policy's prompts whole."""
     row = Row(StreamingLLM(compression_ratio=2.7, sinks=2), 2, 4, prompts=prompts)
     parts = parts_of(row, SPLITS[0], 9)
@@ -161,7 +161,7 @@ def attend(policy: Policy, tokens: Tokens, rotation, *, static: Static):
     ids=lambda row: row.name,
 )
 def test_one_pass_over_a_whole_sequence(row, record_property):
-    """Without a cache, by the decisions alone."""
+    """Without a cache, from the decisions alone."""
     largest = 0.0
     for layer in layer_inputs(row, 0):
         tokens = Tokens(
@@ -177,8 +177,8 @@ def test_one_pass_over_a_whole_sequence(row, record_property):
     record_property("largest", largest)
 
 
-def test_simulations_with_nothing_to_evict_are_vanilla_attention():
-    """Over what a policy leaves of queries and keys: the borrowed neurons are zeroed."""
+def test_simulations_without_eviction_equal_vanilla():
+    """On queries and keys after the policy has zeroed the borrowed neurons."""
     for row in ROWS:
         if (policy := with_nothing_to_evict(row.policy)) is None:
             continue
@@ -204,7 +204,7 @@ def seen_tensors(policy: Policy, layer: LayerInput) -> tuple:
 
 
 def test_every_pair_of_values_has_a_row():
-    """Group sizes, page sizes, dtypes and forms, and the mechanisms with each of them."""
+    """Pairs of group size, page size, dtype, form and mechanism."""
     mechanism = {policy: name for name, policies in OPTIONS.items() for policy in policies}
     met = {
         pair
@@ -224,13 +224,13 @@ def test_every_policy_has_its_rows():
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_the_rows_tell_policies_apart():
+def test_rows_distinguish_policies():
     """Checks that every row that evicts or selects differs clearly from vanilla attention."""
     for row in ROWS:
         plain = dataclasses.replace(row, policy=Vanilla())
-        prompt_length = 9 if row.policy.parallel == "prompts" else 0  # where it makes a difference
+        prompt_length = 9 if row.policy.parallel == "prompts" else 0  # if it makes a difference
         if isinstance(row.policy, TriAttention):
-            prompt_length = 3  # it keeps the prompt, which leaves room for answers
+            prompt_length = 3  # it keeps the prompt, so the budget leaves room for answers
         got, want = (
             np.stack([trace.outputs for trace in layer_traces(one, 0, prompt_length)])
             for one in (row, plain)

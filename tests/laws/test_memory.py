@@ -1,8 +1,8 @@
 """Laws 3 and 4 for whole requests: answers, usage, and the memory that is reserved and released.
 
-Before every compiled chunk a row holds ceil((slots in use + tokens of the chunk) / P) pages, no
-more and no fewer; afterwards those that its slots need; at the end none. Tokens of steps that were
-launched and not read count as slots in use, until they are read.
+Before every compiled chunk a row holds exactly ceil((slots in use + tokens of the chunk) / P)
+pages; afterwards only those that its slots need; at the end none. Tokens of launched steps count as
+slots in use until the steps are collected.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from tests.support.models import random_tokens
 
 by_name = dict(ids=lambda row: row.name)
 every_mechanism = pytest.mark.parametrize("row", MODEL_ROWS, **by_name)
-# What few bits change is how many bytes a page has.
+# Few bits change only the bytes per page.
 HELD = [
     Row(policy, 2, 4)
     for policies in OPTIONS.values()
     for policy in policies
-    if not getattr(policy, "first_layers", 0)  # their pages would not be alike
+    if not getattr(policy, "first_layers", 0)  # their pages would differ
 ]
 HELD += [dataclasses.replace(MODEL_ROWS[1], kv_dtype=bits) for bits in ("float8_e4m3", "int4")]
 GREEDY = Sampling(temperature=0, max_new_tokens=8, logprobs=True)
@@ -47,19 +47,19 @@ PROMPTS = [random_tokens(40 + index, length).tolist() for index, length in enume
 
 
 def bound(policy, page_size: int) -> int | None:
-    """Returns the most slots of a row for any length of the sequence, or None."""
+    """Returns the most slots of a row at any sequence length, or None."""
     return policy.footprint(10**6, page_size=page_size).at_most
 
 
 def grown(runner: Runner | Reservation, held: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns the most slots that rows have in use after so many steps of their lanes."""
+    """Returns the most slots in use after that many steps."""
     limit, slots = bound(runner.policy, runner.page_size), held + tokens[:, None]
     most = slots if limit is None else np.minimum(slots, np.maximum(limit, held))
     return in_windows(runner, slots, most)
 
 
 def in_windows(runner: Runner | Reservation, slots: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns the most of `slots` that fit the windows of layers with one, and `others`."""
+    """Returns `slots` limited to the windows of layers that have one, and `others`."""
     reservation = runner.reservation if isinstance(runner, Runner) else runner
     if reservation._windows is None:
         return others
@@ -72,7 +72,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.chunks = self.cleared = self.ahead = 0
-        self.refusals: set[int] = set()  # chunks before which the pool reports once that it is full
+        self.refusals: set[int] = set()  # chunks before which the pool reports being full once
         for name in ("extend", "decode"):
             monkeypatch.setattr(Runner, name, self._around(getattr(Runner, name), name))
         monkeypatch.setattr(Runner, "collect", self._read(Runner.collect))
@@ -117,7 +117,7 @@ class Watch:
         return watched
 
     def _check_lengths(self, runner):
-        # Where nothing is evicted the host knows the lengths without asking the device.
+        # If nothing is evicted, the host knows the lengths without the device.
         chex.assert_trees_all_equal(
             runner.reservation.lengths, np.asarray(runner.cache.lengths, np.int64)
         )
@@ -126,7 +126,7 @@ class Watch:
     def _refusing(self, call):
         def watched(reservation, extra, **options):
             taken = reservation.allocator.reserved.any((0, 2))
-            several = taken.sum() > 1  # one that is alone could not be helped
+            several = taken.sum() > 1  # a single request could not be preempted
             if self.chunks in self.refusals and several:
                 self.refusals.remove(self.chunks)
                 return False
@@ -173,7 +173,8 @@ def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch, recor
     engine = engine_of(model, row)
     sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=8)
     largest = 0.0
-    # The same engine twice, the second time in turn: the first call leaves nothing behind.
+    # The same engine runs twice, the second time without overlap: the first call leaves nothing
+    # behind.
     for refusals, listen in ((set(), None), ({1, 2}, lambda update: None)):
         watch.chunks, watch.cleared, watch.ahead, watch.refusals = 0, 0, 0, set(refusals)
         completions = engine.generate(PROMPTS, sampling=sampling, on_tokens=listen)
@@ -189,7 +190,7 @@ def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch, recor
 
 
 @pytest.mark.parametrize("row", HELD, **by_name)
-def test_the_pool_is_as_large_as_the_accounting_says(row):
+def test_pool_size_equals_the_accounting(row):
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = Engine(
         model,
@@ -211,9 +212,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
     assert num_pages * per_page + state <= 40_000
     limit = bound(row.policy, row.page_size)
     by_length = getattr(row.policy, "compression_ratio", None) is not None
-    if (
-        limit is None or by_length or row.policy.shrinks
-    ):  # it could need more: nothing is left unused
+    if limit is None or by_length or row.policy.shrinks:  # it could need more, so nothing is unused
         assert num_pages * per_page + state > 40_000 - per_page
     else:
         assert num_pages >= 3 * rows * -(-limit // row.page_size)
@@ -222,7 +221,7 @@ def test_the_pool_is_as_large_as_the_accounting_says(row):
 @pytest.mark.parametrize(
     "row", nightly_but([MODEL_ROWS[1], MODEL_ROWS[3], MODEL_ROWS[4]], MODEL_ROWS), **by_name
 )
-def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
+def test_score_peak_bytes(row, monkeypatch, record_property):
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
     results = score(model, TOKENS, chunk=8, page_size=row.page_size, kv_dtype=row.kv_dtype)
@@ -239,7 +238,7 @@ def test_scores_and_their_peak_bytes(row, monkeypatch, record_property):
 
 
 def peak_bytes(row, config, one, chunk: int) -> int:
-    """Returns the most bytes reserved by a chunk: the slots in use, and one for each token."""
+    """Returns the most bytes reserved by a chunk: the slots in use, and one per token."""
     fed = len(one.logits) - 1  # the last token is not fed
     limit = bound(row.policy, row.page_size) or fed
     peak = 0
@@ -258,13 +257,13 @@ class Interrupted(BaseException):
     """Stands for Ctrl-C."""
 
 
-def test_a_small_pool_interrupts_and_errors_leave_nothing_behind(monkeypatch):
+def test_small_pool_interrupts_and_errors_leave_no_trace(monkeypatch):
     row = MODEL_ROWS[0]
     watch = Watch(monkeypatch)
     model = LanguageModel(model_for(row), policy=row.policy)
     rows = model.config.num_layers * model.config.num_kv_heads
     pages = sum(-(-(len(prompt) + 7) // row.page_size) for prompt in PROMPTS) * rows
-    # Room for the first chunk of all three, and not for the second.
+    # Room for the first chunk of all three, but not for the second.
     engine = Engine(
         model,
         num_lanes=len(PROMPTS),

@@ -1,9 +1,9 @@
-"""Law 9: a request that continues a cached prefix answers as one that prefills its whole prompt.
+"""Law 9: a request that continues a cached prefix answers as if it prefilled its whole prompt.
 
-An engine that keeps prefixes serves requests with a common beginning, one after the other; another
-engine keeps none and prefills each of them. Decisions, usage and tokens are the same, and
-log-probabilities up to rounding, because a prompt in two parts runs in other programs. Where the
-programs are the same, because both prompts are split at the same place, every bit is.
+An engine with a prefix cache serves requests with a common beginning, one after the other; another
+engine without one prefills each of them. Decisions, usage and tokens are the same, and
+log-probabilities up to rounding, because a prompt in two parts runs in other programs. If the
+programs are the same, because both prompts are split at the same place, every bit is equal.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, TOLERANCE, engine_o
 from tests.support.instances import nightly_but
 from tests.support.models import random_tokens
 
-# Whole pages that are shared, a ring and slots that are written again, a window of queries.
+# Shared whole pages, a ring with reused slots, a window of queries.
 QUICK = [MODEL_ROWS[0], MODEL_ROWS[1], MODEL_ROWS[4]]
 EVERY_POLICY = [Row(policy, 2, 4) for _, policy in POLICY_ROWS]
 OF_FEW_BITS = [
@@ -42,7 +42,7 @@ def ask(engine: Engine, prompt: list[int]) -> Completion:
 
 
 def figures(completion: Completion) -> dict:
-    """Returns what must be the same: all but the costs that prefixes are there to change."""
+    """Returns the figures that must be equal: all but the costs that prefixes save."""
     usage = dataclasses.asdict(completion.usage)
     costs = ("cached_tokens", "prefilled_tokens", "peak_held_tokens", "peak_cache_bytes")
     return {name: value for name, value in usage.items() if name not in costs}
@@ -75,12 +75,13 @@ def test_a_cached_prefix_equals_a_full_prefill(row, record_property):
     read = check(first, 0)
     again = check(first, whole(len(first) - 1))
     shares, parts = row.policy.appends, whole(len(DOCUMENT))
-    before = check(first, whole(len(first) - 1)) if shares else read  # not read in two parts
+    before = check(first, whole(len(first) - 1)) if shares else read  # not prefilled in two parts
     assert again.logprobs == before.logprobs  # to the bit
-    # Where prompts part is known with the second one; then a state of what overwrites is there.
+    # The second prompt shows where the prompts diverge; then policies that overwrite have a state
+    # there.
     for question, known in zip(QUESTIONS[1:], (shares, True), strict=True):
         check(DOCUMENT + question, parts if known else 0)
-    # The turn behind an answer.
+    # The turn after an answer.
     turn = first + read.tokens
     exact = row.policy.prefix_exact(
         len(turn) - 1, prompt=len(first), max_length=len(first) + SAMPLING.max_new_tokens
@@ -99,7 +100,7 @@ def test_a_cached_prefix_equals_a_full_prefill(row, record_property):
 
 @pytest.mark.parametrize("row", EVERY_POLICY, **by_name)
 def test_exact_prefixes(row):
-    """Which prefixes may be continued, of the forms that the text of `prefixes` names."""
+    """Which prefixes may be continued, of the forms named in the docstring of `prefixes`."""
     policy, exact = row.policy, row.policy.prefix_exact
     assert exact(7, prompt=8, max_length=30)
     in_prompt_only = policy.parallel == "prompts"

@@ -1,8 +1,8 @@
-"""Laws 1, 2 and 3 for the whole model: its logits equal those of the NumPy model.
+"""Laws 1, 2 and 3 for the whole model: logits equal those of the NumPy model.
 
 One row of each mechanism; all policies, options and forms are compared below the model
-(`test_layers.py`). What is added here: the layers around attention, the loop over them with the
-pool in its carry, places in line for tokens without their padding, and passes without a cache.
+(`test_layers.py`). These tests add the layers around attention, the layer loop with the pool in its
+carry, chunks packed without padding, and passes without a cache.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ from tests.laws.rows import MODEL_ROWS, Row, model_for
 from tests.support.cached_runs import of_model, ragged_parts
 from tests.support.instances import nightly_but
 
-PLACES = 2 * WIDTH  # for the tokens of a chunk without padding
+PLACES = 2 * WIDTH  # places for the tokens of a chunk without padding
 
 by_name = dict(ids=lambda row: row.name)
 every_mechanism = pytest.mark.parametrize("row", MODEL_ROWS, **by_name)
@@ -61,8 +61,8 @@ def test_prompts_and_answers(row, record_property):
 
 
 @pytest.mark.own_seeds("other chunks may have no lane whose tokens fill them")
-def test_chunks_without_padding_have_places_for_their_tokens():
-    """Some are as long as the chunk, some empty, and some leave places empty."""
+def test_unpadded_chunks_equal_the_simulation():
+    """Some chunks are full, some empty, and some leave places unused."""
     parts = [*ragged_parts(7, LENGTHS, (17, 9, 22), width=WIDTH, places=PLACES)]
     counts = np.array([part.counts for part in parts if part.prompt])
     assert WIDTH in counts
@@ -78,9 +78,9 @@ def test_chunks_without_padding_have_places_for_their_tokens():
     **by_name,
 )
 def test_one_pass_over_whole_sequences(row, record_property):
-    """`LanguageModel.logits`: without a cache where that is possible, else through one of its own.
+    """`LanguageModel.logits`: without a cache if possible, otherwise with a temporary one.
 
-    Sequences are padded with tokens that must not matter.
+    The tokens of padding must not matter.
     """
     model = LanguageModel(model_for(row), policy=row.policy)
     padded = np.stack([np.pad(tokens, (0, WIDE - len(tokens)), mode="wrap") for tokens in TOKENS])

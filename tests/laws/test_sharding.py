@@ -1,11 +1,11 @@
 """Law 5: one device and a mesh of eight give the same logits, answers, scores and usage.
 
-On a (2, 4) mesh sequences and KV heads are split, or only sequences where the KV heads do not
-divide by four, or only heads where the sequences do not divide by two. Everything is compared with
-the simulation, which the other laws compare one device with.
+On a (2, 4) mesh both sequences and KV heads are split, or only sequences if four does not divide
+the KV heads, or only heads if two does not divide the sequences. Everything is compared with the
+simulation, like one device in the other laws.
 
-Every row meets every layout once, of which most run at night: answers come from a mesh that splits
-both, logits from one that splits sequences, scores from one that splits heads.
+Every row runs once with every layout, mostly nightly: answers on a mesh that splits both, logits on
+one that splits sequences, scores on one that splits heads.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ ROWS = [
 TOKENS = random_tokens(60, 4, 16)
 PROMPTS = [row[:length].tolist() for row, length in zip(TOKENS, (5, 8, 1, 7), strict=True)]
 TOLERANCE = 1e-10
-# Split are the sequences alone, or the heads alone.
+# Only the sequences are split, or only the heads.
 SEQUENCES, HEADS = (2, 4), (4, 3)  # KV heads and sequences
-# A row whose tokens decide, two in which the heads of a layer meet, and one that selects pages.
+# A row with decisions per token, two in which a layer's heads interact, one that selects pages.
 DECIDES, AVERAGES, COMPETES, SELECTS = FIRST = ROWS[:4]
 
 
@@ -70,7 +70,7 @@ def transformer_of(num_kv_heads: int):
 
 @functools.cache
 def sharded(num_kv_heads: int, experts: int = 1):
-    """The model's parameters spread over a mesh of (2, 4) devices, or of (2, experts, ...)."""
+    """The model's parameters on a mesh of (2, 4) devices, or of (2, experts, ...)."""
     mesh = dms_jax.make_mesh(2, 4 // experts, experts=experts)
     one = transformer_of(num_kv_heads)
     places = shardings(one, mesh, DECODING_RULES)
@@ -110,14 +110,14 @@ def test_logits(row, record_property):
 
 @struct.dataclass
 class Ledger:
-    """A row state with a field that has the name of one of the cache's fields."""
+    """A row state with a field named like a field of the cache."""
 
     pages: Int[Array, "*rows W"] = struct.field(metadata=axes("sequences", "kv_heads"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bookkeeping(dms_jax.StreamingLLM):
-    """StreamingLLM, with its ring in `pages`."""
+    """StreamingLLM with its ring in a field `pages`."""
 
     def init_state(self, shape):
         return PolicyState(rows=Ledger(pages=super().init_state(shape).rows))
@@ -129,7 +129,7 @@ class Bookkeeping(dms_jax.StreamingLLM):
         return dataclasses.replace(rows, pages=ring)
 
 
-def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
+def test_state_is_split_by_declared_axes_not_field_names():
     """Checks that a row state with a field called `pages` is not sharded like the pool."""
     row = Row(Bookkeeping(budget=6, sinks=2), 2, 8)
     model = on_mesh(row, 4)
@@ -145,8 +145,8 @@ def test_a_state_is_split_as_it_declares_whatever_its_fields_are_called():
         check_completion(row, weights, model.config, prompt, completion, row.page_size)
 
 
-# A model without experts uses the axis `experts` as it does `model`. Rows of a layer meet over
-# both: in means, in a budget that they share, in draws by their number.
+# A model without experts uses the axis `experts` like `model`. Rows of a layer interact over both:
+# in means, in a shared budget, in draws by row number.
 OVER_TWO = [(2, row) for row in (AVERAGES, COMPETES, SELECTS, ROWS[5], ROWS[12])]
 
 
@@ -156,7 +156,7 @@ OVER_TWO = [(2, row) for row in (AVERAGES, COMPETES, SELECTS, ROWS[5], ROWS[12])
     ids=lambda value: value.name if isinstance(value, Row) else ("one_axis", "two_axes")[value - 1],
 )
 def test_generate(experts, row, record_property):
-    """Checks four lanes, two on each half of the mesh, which has its own page numbers."""
+    """Checks four lanes, two on each half of the mesh, with separate page numbers."""
     model = on_mesh(row, 4, experts)
     weights = oracle_weights(transformer_of(4))
     engine = engine_of(model, row)

@@ -1,9 +1,9 @@
-"""Law 8: chains from one prefill equal prompts that are read one by one, to the bit.
+"""Law 8: chains from one prefill equal separately prefilled prompts, bit for bit.
 
-The same engine serves the same requests twice: as users have it, and with every prompt read for
-itself. One prompt runs per program in both, so the programs are the same and so must every token,
-log-probability and figure be, except for how many tokens were prefilled and for the bytes held.
-Later chains read their prompt again, as they do where no prefix is cached (law 9 is of those).
+The same engine serves the same requests twice: with sharing, and with a separate prefill of every
+prompt. Both run one prompt per program, so the programs are the same, and every token,
+log-probability and figure must be equal, except the number of prefilled tokens and the bytes held.
+Later chains prefill their prompt again, as without a prefix cache (see law 9).
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, engine_of
 from tests.support.instances import nightly_but
 from tests.support.models import random_tokens
 
-# A ring of each row, a window of queries with cuts, and bounds of each page.
+# A ring per row, a window of queries with cuts, and bounds per page.
 STATES = [MODEL_ROWS[1], MODEL_ROWS[4], MODEL_ROWS[5]]
-# States that no row of a mechanism has: a number of each slot, and statistics of queries.
+# Further states: a number per slot, and statistics of queries.
 OTHER_STATES = [
     Row(H2O(budget=8), 2, 5),
     Row(KVpop(budget=8, window=3, hidden=6), 2, 5),
@@ -43,7 +43,7 @@ def one_by_one(engine: Engine, prompts, sampling: Sampling) -> list[Completion]:
 
 
 def without_costs(completion: Completion) -> Completion:
-    """Leaves out what sharing is there to change."""
+    """Leaves out the figures that sharing changes."""
     usage = dataclasses.replace(completion.usage, prefilled_tokens=0, peak_cache_bytes=0)
     return dataclasses.replace(completion, usage=usage)
 
@@ -63,8 +63,8 @@ def test_chains_of_one_prompt_equal_separate_prefills(row, monkeypatch):
     monkeypatch.setattr(Prefixes, "serves", lambda self, request: False)
     model = LanguageModel(model_for(row), policy=row.policy)
     engine = engine_of(model, row, prefill_tokens=PREFILL_CHUNK)
-    # Programs that take the most likely token differ in what follows the logits, which no policy
-    # has a part in: one row runs them.
+    # Programs that take the most likely token differ only after the logits, where no policy takes
+    # part: one row runs them.
     greedy = dataclasses.replace(GREEDY, temperature=0) if row is STATES[0] else GREEDY
     for sampling in (SAMPLED, greedy):
         expected = one_by_one(engine, PROMPTS, sampling)

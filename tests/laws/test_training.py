@@ -1,7 +1,7 @@
-"""Law 7: the soft form of training tends to the hard form of inference.
+"""Law 7: the soft form of training converges to the hard form of inference.
 
 The soft form itself is also compared with the simulation, including the noise, so that it is the
-relaxation of the paper that tends to the hard form.
+paper's relaxation that converges.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def soft_kvzap(policy, layer, noise):
     ),
     ids=repr,
 )
-def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
+def test_soft_form_equals_the_paper(policy, noisy, record_property):
     policy = dataclasses.replace(policy, temperature=0.7)
     model = model_for(policy)
     keys = jax.random.split(jax.random.key(3), len(TOKENS)) if noisy else None
@@ -133,7 +133,7 @@ def test_the_soft_form_is_that_of_the_paper(policy, noisy, record_property):
         # Straight-through: hard numbers forward.
         chex.assert_trees_all_equal(np.asarray(got.decisions)[:, row], np.stack(decisions))
     assert largest < 1e-10
-    if getattr(policy, "per", "head") == "layer":  # one decision for all heads, whatever was drawn
+    if getattr(policy, "per", "head") == "layer":  # one decision for all heads, for any draws
         of_first = np.asarray(got.decisions)[:, :, :1]
         chex.assert_trees_all_equal(got.decisions, of_first.repeat(kv_heads, axis=2))
         assert 0 < of_first.mean() < 1
@@ -171,8 +171,8 @@ def scaled_borrowed(policy, q, k, scale):
     ids=repr,
 )
 @pytest.mark.parametrize("scale", [0.3, 0.0, *further(1.0)])
-def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(policy, scale):
-    """Checks that before the retrofit nothing is evicted, and the neuron is scaled down."""
+def test_decaying_neuron_scales_down_in_attention(policy, scale):
+    """Before the retrofit nothing is evicted, and the neuron is scaled down."""
     model = model_of(2, False)
     got = soft(model, policy, TOKENS, Relaxation(neuron_scale=jnp.asarray(scale)))
     logits = np.asarray(model.unembed(got.hidden))
@@ -194,7 +194,7 @@ def test_a_neuron_that_decays_takes_its_share_of_attention_with_it(policy, scale
         )
 
 
-def test_fixed_pooling_trains_in_the_form_of_inference():
+def test_fixed_pooling_trains_as_in_inference():
     """Noise changes nothing, and gradients pass through means and masks."""
     policy, model = FixedPooling(every=3), model_of(2, False)
     want = hard(model, policy, TOKENS)
@@ -237,7 +237,7 @@ def test_the_loss_sees_every_decision(policy):
     assert (jnp.stack(per_layer).max(0) > 1e-6).all()
 
 
-def test_policies_without_a_soft_form_say_so():
+def test_policies_without_soft_form_are_refused():
     model = model_of(2, False)
     for policy in (policy() for policy in POLICIES.values()):
         if policy.parallel == "always" and not policy.retrofit.possible:

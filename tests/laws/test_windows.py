@@ -1,8 +1,8 @@
-"""Laws 1 to 4 on models some of whose layers keep a window, or do not rotate.
+"""Laws 1 to 4 on models in which some layers have a window or no rotation.
 
-Layers with a window hold its tokens exactly, under any policy, in rows that never grow beyond it;
-the policy sees the others as if they were all. Compared are logits, slots in use and entries read
-with the NumPy model, and pages and usage of whole requests with its traces.
+Under any policy, layers with a window hold exactly its tokens, in rows of bounded length; the
+policy sees only the other layers. Logits, slots in use and reads are compared with the NumPy model,
+pages and usage of whole requests with its traces.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from tests.support.instances import further, nightly_but
 from tests.support.models import oracle_weights, random_model, random_tokens, tiny_config
 
 WINDOW = 5
-# Each has two layers whose cache grows, as the simulations of policies have.
+# Each model has two layers whose cache grows, like the simulations of policies.
 MODELS = {
     "a group and a part": dict(
         num_layers=5,
@@ -79,7 +79,7 @@ QUICK = {row for row in MODEL_ROWS if row.policy.name in ("DMS", "TOVA")}
 @pytest.mark.parametrize("row", nightly_but(QUICK, MODEL_ROWS), ids=lambda row: row.name)
 @pytest.mark.parametrize("name", ["a group and a part", *further("alternating", "unrotated")])
 def test_prompts_and_answers(name, row, record_property):
-    """Rows have no more pages than the simulation needs: a window's never grow beyond it."""
+    """Rows have only the pages that the simulation needs, so a window's rows cannot grow."""
     prompts = SPLITS[1]
     found, policy = passes(name, row, prompts), row.policy
     traces = [one.traces for one in found]
@@ -114,7 +114,7 @@ def test_one_pass_over_whole_sequences(name):
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, MODEL_ROWS), ids=lambda row: row.name)
 def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch):
-    """Pages are reserved for a window and no more; usage counts rows of both sorts."""
+    """Pages are reserved for the window only; usage counts rows of both kinds."""
     if row.policy.name == "KCache":
         row = dataclasses.replace(row, policy=dataclasses.replace(row.policy, values="device"))
     watch = Watch(monkeypatch)
@@ -133,8 +133,8 @@ def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch):
         assert (watch.cleared > len(PROMPTS)) == bool(refusals)
 
 
-def test_a_cached_prefix_answers_as_a_full_prefill():
-    """A window is written over, whatever the policy: what is kept are copies, not shared pages."""
+def test_cached_prefix_equals_full_prefill():
+    """Windows are overwritten under any policy, so prefixes keep copies, not shared pages."""
     row = MODEL_ROWS[0]
     model = LanguageModel(model_of("a group and a part", row), policy=row.policy)
     plain, keeps = (engine_of(model, row, **more) for more in ({}, {"prefix_cache": 1e6}))

@@ -1,8 +1,8 @@
-"""Compiles the experts of a decode step for an H200 that need not be there.
+"""Compiles the experts of a decode step for an absent H200.
 
-Run by `test_experts.py` in a process of its own, with the compiler for GPUs on its path. Nothing is
-executed and no array is made. Prints JSON, for every way to compute a step: which arrays as large
-as the matrices of a layer are written, and how many kernels of groups there are.
+`test_experts.py` runs it in a separate process, with the compiler for GPUs on its path. Nothing is
+executed and no array is made. Prints JSON for every way to compute a step: the written arrays as
+large as a layer's matrices, and the number of grouped kernels.
 """
 
 import functools
@@ -42,7 +42,7 @@ MATRIX = 16 * CONFIG.hidden_size * CONFIG.intermediate_size  # numbers of the sm
 
 
 def step(place: NamedSharding) -> jax.stages.Lowered:
-    """Returns the experts of all layers, in turns of four layers as in a step."""
+    """Returns the experts of all layers, in turns of four layers, like a step."""
     make = functools.partial(ExpertMLP, CONFIG, stack=(CONFIG.num_layers,), dtype=jnp.bfloat16)
     mlp = jax.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((SEQUENCES, 1, CONFIG.hidden_size), jnp.bfloat16)
@@ -59,9 +59,9 @@ def step(place: NamedSharding) -> jax.stages.Lowered:
 
 
 def written(text: str) -> list[str]:
-    """Returns the arrays as large as a layer's matrices that something outside of a fusion writes.
+    """Returns the arrays as large as a layer's matrices that are written outside fusions.
 
-    A cut that is part of the call that multiplies by it writes nothing.
+    A cut inside the multiplication writes nothing.
     """
     found = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose|fusion)\(.*", text)
     return [sizes for sizes in found if math.prod(map(int, sizes.split(","))) >= MATRIX]

@@ -1,4 +1,4 @@
-"""Heads of several adapters, and their low-rank updates, against each of them alone."""
+"""Heads and low-rank updates of several adapters, against each adapter alone."""
 
 import chex
 import jax

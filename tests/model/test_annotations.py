@@ -1,4 +1,4 @@
-"""The jobs with types check what functions are given, by the annotations of both packages."""
+"""The typed test jobs check function arguments by the annotations of both packages."""
 
 import jaxtyping
 import numpy as np
@@ -22,6 +22,6 @@ def test_lengths_of_other_rows_are_refused():
         decode_attention(q, pages, pages, tables, lengths, scale=1.0)
 
 
-def test_values_that_are_no_arrays_are_refused():
+def test_non_arrays_are_refused():
     with pytest.raises(jaxtyping.TypeCheckError):
         constrain("no array", "batch")

@@ -1,4 +1,4 @@
-"""Cuts after a decode step: what is due is scored and moved, and nothing else is touched."""
+"""Cuts after a decode step: only due rows are scored and moved."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ SCORED: list[int] = []  # sequences of a layer, in each call
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Knorm):
-    """Notes what it scores."""
+    """Records the scored rows."""
 
     def scores(self, state, chunk, rows):
         jax.debug.callback(lambda _: SCORED.append(rows.k.shape[0]), rows.lengths)
@@ -33,7 +33,7 @@ class Counted(Knorm):
 
 @functools.cache
 def cut_in_passes(pairs: int):
-    """Returns a cut of at most so many pairs of a layer and a sequence at a time."""
+    """Returns a cut with a limit on (layer, sequence) pairs at a time."""
 
     @jax.jit
     def cut(*arrays):
@@ -46,9 +46,9 @@ def cut_in_passes(pairs: int):
 @pytest.mark.parametrize("pairs", [0, 3, BATCH, 100])
 @pytest.mark.parametrize("due", [[], [6], [1, 2, 7], list(range(BATCH))])
 def test_a_cut_scores_only_due_rows(due, pairs):
-    """Checks lengths, the slots that stay, and that pages of other sequences are as they were.
+    """Checks lengths, the remaining slots, and that pages of other sequences do not change.
 
-    A pass has one pair where even that is more than memory is meant for.
+    A pass has at least one pair, even if that exceeds the memory limit.
     """
     rows = (LAYERS, BATCH, HEADS)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop over tokens, in every way that they are computed and split."""
+"""Mixtures of experts against a loop over tokens, for every implementation and layout."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ CONFIGS = {"qwen": QWEN, "unnormalized": UNNORMALIZED, "gpt_oss": GPT_OSS}
 
 @functools.cache
 def module(name: str) -> ExpertMLP:
-    """One layer's experts; biases and gates so large that they matter and are clamped."""
+    """One layer's experts, with biases and gates large enough to be clamped."""
     made = ExpertMLP(CONFIGS[name], stack=(), dtype=jnp.float64, rngs=nnx.Rngs(0))
     random = np.random.default_rng(3)
     return jax.tree.map(lambda x: jnp.asarray(3 * random.normal(size=x.shape) / x.ndim), made)
@@ -95,8 +95,8 @@ def test_a_layer_equals_numpy(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_expert_for_every_token_is_the_same(name):
-    """What a step of few sequences computes on GPUs."""
+def test_dense_experts_equal_grouped_ones(name):
+    """The form for steps of few sequences on GPUs."""
     with jax.enable_x64(True):
         mlp, x = module(name), tokens(1)
         given = jnp.asarray(x)
@@ -106,8 +106,8 @@ def test_every_expert_for_every_token_is_the_same(name):
         chex.assert_trees_all_close(found, oracle(name, x)[0][:, 0], rtol=0, atol=1e-12)
 
 
-def test_an_overflowing_expert_spares_other_tokens():
-    """0 times infinity is no number."""
+def test_overflow_in_one_expert_spares_other_tokens():
+    """0 times infinity is NaN."""
     matrices = ExpertMatrices(jnp.full((2, 1, 2, 1), jnp.inf).at[0].set(1.0), None)
     down = ExpertMatrices(jnp.ones((2, 1, 1)), None)
     given = (jnp.ones((1, 1)), jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32), matrices, down)
@@ -116,7 +116,7 @@ def test_an_overflowing_expert_spares_other_tokens():
 
 @pytest.mark.parametrize(("sequences", "length", "every"), [(4, 1, 1), (4, 2, 0), (129, 1, 0)])
 def test_only_steps_of_few_sequences_compute_every_expert(sequences, length, every, monkeypatch):
-    """One sequence of two experts of four is a step that need not read them all."""
+    """One sequence with two of four experts need not read them all."""
     called = []
     real = layers._every_expert
     monkeypatch.setattr(layers, "_every_expert", lambda *args: called.append(1) or real(*args))
@@ -141,7 +141,7 @@ def test_only_steps_of_few_sequences_compute_every_expert(sequences, length, eve
     ids=str,
 )
 def test_a_mesh_changes_no_result(name, axes):
-    """Neither outputs nor gradients, whether experts, each of them, or tokens are split."""
+    """Outputs and gradients stay equal when experts, their matrices, or tokens are split."""
 
     def both(mlp, x):
         return jax.value_and_grad(lambda mlp, x: (mlp(x) ** 2).sum(), argnums=(0, 1))(mlp, x)
@@ -169,7 +169,7 @@ def test_a_mesh_changes_no_result(name, axes):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_routed_counts_tokens_and_sums_probabilities(name):
-    """Tokens that do not count are left out."""
+    """Uncounted tokens are left out."""
     with jax.enable_x64(True):
         x = tokens()
         counted = np.zeros(x.shape[:2], bool)
@@ -179,8 +179,8 @@ def test_routed_counts_tokens_and_sums_probabilities(name):
         chex.assert_trees_all_close(found, Routed(counts, sums), rtol=1e-12)
 
 
-def test_a_step_reads_the_matrices_of_experts_where_they_are():
-    """The stack of all layers is neither cut nor transposed into arrays of its own."""
+def test_step_reads_expert_matrices_in_place():
+    """The stack of all layers is neither cut nor transposed into new arrays."""
     found = told_by("tests/model/compiled_experts.py")
     assert found["every"] == {"written": [], "kernels": 0}
     assert found["grouped"] == {"written": [], "kernels": 2 * 4}  # in a turn of four layers

@@ -1,4 +1,4 @@
-"""Attention to the values with the largest weights, against NumPy: a fixed number, or a share."""
+"""Attention to the values with the largest weights, a fixed number or a share, against NumPy."""
 
 import functools
 from unittest import mock
@@ -23,7 +23,7 @@ COUNTS = np.array([[3], [2], [6]], np.int32)
 
 
 def rows_of(seed: int):
-    """A pool with NaN behind the rows' ends, a table, and queries."""
+    """A pool with NaN after the rows' ends, a table, and queries."""
     random = np.random.default_rng(seed)
     table = random.permutation(BATCH * HEADS * PAGES).reshape(BATCH, HEADS, PAGES).astype(np.int32)
     k, v = random.normal(size=(2, table.size, PAGE_SIZE, DIM)).astype(np.float32)
@@ -34,7 +34,7 @@ def rows_of(seed: int):
 
 
 def attended(k, v, table, q, count, *, renormalize):
-    """What every query head adds up, [B, H, D], in float64."""
+    """The output of every query head, [B, H, D], in float64."""
     out = np.zeros(q.shape)
     for batch, head in np.ndindex(*q.shape[:2]):
         row = batch, head // GROUP
@@ -53,7 +53,7 @@ def attended(k, v, table, q, count, *, renormalize):
 
 @functools.cache
 def attend(fixed: int | None, renormalize: bool, rows: int):
-    """`attend_to_fetched`, which gathers so many whole rows at a time."""
+    """`attend_to_fetched`, with a limit on whole rows gathered at a time."""
 
     @jax.jit
     def run(k, v, table, q):
@@ -89,8 +89,8 @@ def test_the_largest_weights_are_summed(fixed, rows, renormalize):
         chex.assert_trees_all_equal(np.asarray(reads), (-(-halves // 2)).sum(-1).astype(np.int32))
 
 
-def test_shares_take_memory_for_some_rows_at_a_time():
-    """Beside scores and keys, which attention without a kernel gathers: not for all rows."""
+def test_share_selection_bounds_memory():
+    """Beside scores and keys, which attention without a kernel gathers for all rows."""
     batch, group, pages, dim = 32, 7, 64, 64
     slots, f32, i32 = pages * 16, jnp.float32, jnp.int32
 

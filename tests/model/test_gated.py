@@ -10,7 +10,7 @@ from dms_jax.model.layers import gated
 
 
 def expected(gate_up: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns silu(gate) * up, and what a gradient of it makes of gate and up."""
+    """Returns silu(gate) * up, and the gradients of gate and up."""
     gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
     share = 1 / (1 + np.exp(-gate))
     of_gate = gradient * up * share * (1 + gate * (1 - share))
@@ -18,7 +18,7 @@ def expected(gate_up: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def values(dtype) -> tuple[jax.Array, jax.Array]:
-    """Returns gate and up, some of them far out, and a gradient, as the type holds them."""
+    """Returns gate and up, some of them large, and a gradient, rounded to the dtype."""
     random = np.random.default_rng(0)
     gate_up = random.normal(size=(3, 5, 2, 7)) * [[4.0], [1.0]]
     gate_up[0, 0, 0, :2] = 60, -60

@@ -40,7 +40,7 @@ def pooled(linear: oracle.Linear, num_kv_heads: int) -> oracle.Linear:
 
 @pytest.mark.parametrize("switches", [{}, {"qk_norm": False, "biases": True, "tied": False}])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_the_converted_model_is_one_with_averaged_heads(num_kv_heads, switches):
+def test_converted_model_has_averaged_heads(num_kv_heads, switches):
     with jax.enable_x64(True):
         config = tiny_config(num_heads=8, num_kv_heads=4, **switches)
         model = LanguageModel(random_model(config))
@@ -58,7 +58,7 @@ def test_the_converted_model_is_one_with_averaged_heads(num_kv_heads, switches):
         assert model.transformer.layers.attention.qkv_proj.kernel.shape[2] == 4
 
 
-def test_a_converted_checkpoint_is_a_checkpoint(tmp_path):
+def test_converted_model_saves_and_loads(tmp_path):
     model = load(assets.path("stories260k"))
     converted = to_grouped_query(model, 2)
     save(converted, converted.policy, tmp_path / "gqa")
@@ -89,7 +89,7 @@ def test_counts_that_do_not_divide_are_refused(num_kv_heads):
         inspect.unwrap(to_grouped_query)(model, num_kv_heads)
 
 
-def test_a_model_that_carries_decisions_is_refused():
+def test_model_with_decisions_is_refused():
     config = tiny_config(num_heads=8, num_kv_heads=4)
     for model in (
         LanguageModel(random_model(config, dtype=jnp.float32), policy=DMS()),
@@ -101,8 +101,8 @@ def test_a_model_that_carries_decisions_is_refused():
         inspect.unwrap(to_grouped_query)("model", 2)
 
 
-def test_heads_that_are_alike_are_averaged_without_a_change():
-    """Of a model with sinks, which are those of query heads, and with windows."""
+def test_averaging_equal_heads_changes_nothing():
+    """Also for a model with sinks, which belong to query heads, and with windows."""
     model = load(FAMILIES / "gpt_oss")
     projection = model.transformer.layers.attention.qkv_proj
     for param, axis in ((projection.kernel, 2), (projection.bias, 1)):  # [L, E, K, G + 2, D]

@@ -60,7 +60,7 @@ def test_a_seed_gives_the_same_model():
 
 
 @pytest.mark.nightly
-def test_a_tokenizer_sets_what_generation_ends_at():
+def test_tokenizer_sets_end_tokens():
     tokenizer = dms_jax.load(assets.path("stories260k")).tokenizer
     config = tiny_config()
     with pytest.raises(dms_jax.ConfigError, match="tokenizer has 512 tokens and the model only 31"):
@@ -114,7 +114,7 @@ def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, block, monkeypatch):
 
 @pytest.mark.parametrize("form", ["product", "blocks"])
 def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16(form, monkeypatch):
-    """Checks more than 256 ones, whose sum stops growing at 256 in bfloat16."""
+    """In bfloat16 a sum of ones stops growing at 256."""
     monkeypatch.setattr(layers, "_sum_by_product", getattr(layers, f"_sum_by_{form}"))
     table = jnp.zeros((4, 2), jnp.bfloat16)
     tokens = jnp.zeros((8, 512), jnp.int32)

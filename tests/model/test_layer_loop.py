@@ -1,4 +1,4 @@
-"""The loop over layers: however many layers a turn has, each is given its own."""
+"""The layer loop: for any number of layers per turn, each layer gets its own arrays."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ PARAMETERS = {
     "vector": jax.random.normal(KEY, (LAYERS, 3)),
 }
 OWN = {"numbers": jnp.arange(2 * LAYERS).reshape(LAYERS, 2), "none": None}
-OWN |= {"empty": jnp.zeros((LAYERS, 2, 0))}  # as DMC's sums with a window of 1
+OWN |= {"empty": jnp.zeros((LAYERS, 2, 0))}  # like DMC's sums with a window of 1
 
 
 def body(x, layer, index, role, own):
@@ -70,7 +70,7 @@ def test_layers_in_turns_of_any_length(ends, block):
 
 
 @pytest.mark.parametrize(("block", "turns"), [(1, 6), (2, 3), (3, 2), (4, 2), (5, 2)])
-def test_turns_are_as_long_as_divides_the_layers(block, turns):
+def test_turn_length_divides_the_layers(block, turns):
     jaxpr = jax.make_jaxpr(
         lambda x: scan_layers(body, x, PARAMETERS, of_groups(6), OWN, block=block)
     )(jnp.ones(3))
@@ -96,7 +96,7 @@ def test_the_loop_runs_over_the_shortest_group_of_kinds():
     assert starts_and_turns(every_fourth, Vanilla()) == [(0, 4, 9)]
 
 
-def test_the_first_layers_of_a_policy_are_the_first_whose_cache_grows():
+def test_first_layers_are_the_first_without_window():
     """Quest's first two layers are those at 2 and 5: the others keep a window."""
     config = windows(13, "sliding", "sliding", "full")
     found = roles(config, Quest(budget=64))
@@ -106,12 +106,12 @@ def test_the_first_layers_of_a_policy_are_the_first_whose_cache_grows():
     assert starts_and_turns(config, Quest(budget=64)) == [(0, 3, 2), (6, 3, 2), (12, 1, 1)]
 
 
-def test_rotation_is_part_of_a_role():
+def test_rotation_is_part_of_a_layer_kind():
     config = dataclasses.replace(windows(4, "sliding", "full"), local_rope=Rope(theta=7.0))
     assert [role.kind.rope.theta for role in roles(config, Vanilla())] == [7.0, 100.0] * 2
 
 
-def test_a_policy_needs_layers_whose_cache_grows():
+def test_policy_needs_a_layer_without_window():
     windowed, mixed = windows(2, "sliding"), windows(2, "sliding", "full")
     check_layers(windowed, Vanilla())
     check_layers(mixed, DMS(window=4))
@@ -125,7 +125,7 @@ def test_a_policy_needs_layers_whose_cache_grows():
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("block", [1, 4, 6])
 @pytest.mark.parametrize("num_layers", [2, 8])
-def test_layers_of_a_repeating_group_are_given_their_own(num_layers, block, gradients):
+def test_repeating_groups_get_their_own_layers(num_layers, block, gradients):
     config = windows(num_layers, "sliding", "sliding", "full")
     each = stretches(roles(config, Vanilla()), 3)
     windowed = [layer for layer in range(num_layers) if config.windowed[layer]]

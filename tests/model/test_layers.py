@@ -11,7 +11,7 @@ from dms_jax.model.layers import Linear, contract, product
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_single_narrow_vector_multiplies_as_in_a_batch(dtype):
+def test_single_narrow_vector_multiplies_as_in_a_batch(dtype):
     inputs, outputs = {"heads": 3, "head_dim": 32}, {"embed": 200}
     linear = Linear(inputs, outputs, bias=True, dtype=dtype, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 1, 3, 32), dtype)

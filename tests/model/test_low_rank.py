@@ -1,4 +1,4 @@
-"""Low-rank updates beside the weights: nothing at the start, and the same when merged."""
+"""Low-rank updates beside the weights: zero at the start, and equal when merged."""
 
 import chex
 import jax
@@ -31,7 +31,7 @@ def drawn(model, size=SIZE, seed=0):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_at_the_start_the_model_is_the_base_to_the_bit(dtype):
+def test_new_updates_leave_the_base_bit_for_bit(dtype):
     base = random_model(tiny_config(biases=True), dtype=dtype)
     factors = low_rank.initial_factors(base, SIZE, jax.random.key(0))
     model = low_rank.add_factors(base, SIZE, factors)
@@ -52,7 +52,7 @@ def test_at_the_start_the_model_is_the_base_to_the_bit(dtype):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_merged_is_the_same_function(qk_norm):
+def test_merged_updates_are_the_same_function(qk_norm):
     with jax.enable_x64(True):
         base = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm, tied=False))
         model = low_rank.add_factors(base, SIZE, drawn(base))

@@ -25,7 +25,7 @@ def test_frequencies_are_those_of_transformers(name):
     chex.assert_trees_all_close(frequencies, np.array(golden["inverse_frequencies"]), rtol=5e-6)
 
 
-def test_rotation_is_multiplication_by_a_complex_number():
+def test_rotation_equals_complex_multiplication():
     rope = Rope(theta=100.0)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 5, 3, 6)).astype(np.float32)
@@ -74,7 +74,7 @@ def test_attention_factor_scales_both_tables():
         chex.assert_trees_all_close(1.5 * one, other, rtol=1e-6)
 
 
-def test_without_positions_nothing_is_turned():
+def test_no_positions_mean_no_rotation():
     cos, sin = rope_tables(None, 8, jnp.arange(5)[None])
     x = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
     chex.assert_trees_all_equal(apply_rope(x, cos, sin), x)

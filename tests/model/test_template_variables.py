@@ -1,4 +1,4 @@
-"""Names that no caller may give a chat template, wherever variables of it are given."""
+"""Reserved names of chat template variables are refused everywhere."""
 
 import json
 
@@ -23,18 +23,18 @@ def model():
 
 
 def evaluated(model, variables):
-    """What an evaluation writes."""
+    """The output of an evaluation."""
     chat = Chat(variables=variables)
     return model.tokenizer.apply_chat_template(MESSAGES, **chat.variables)
 
 
 def told(model, variables):
-    """What a model writes that was told once."""
+    """The output of a model with the variables set once."""
     return model.with_template(**variables).tokenizer.apply_chat_template(MESSAGES)
 
 
 def served(model, variables):
-    """What a server writes."""
+    """The output of a server."""
     fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
     body = RequestBody(json.dumps(fields).encode(), "/v1/chat/completions", seed=0)
     parsed = body.parse(
@@ -63,10 +63,10 @@ def test_reserved_variables_are_refused_everywhere(write, name, model):
 
 
 @WAYS
-def test_everything_else_reaches_the_template(write, model):
+def test_other_variables_reach_the_template(write, model):
     assert write(model, {"tools": "a tool", "bos_token": "!"}).endswith("Hia tool!")
 
 
-def test_names_are_texts():
+def test_variable_names_are_strings():
     with pytest.raises(dms_jax.ConfigError, match=r"Chat: the names .* are texts, got 1"):
         Chat(variables={1: 2})

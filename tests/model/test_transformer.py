@@ -81,8 +81,8 @@ def test_logits_equal_the_numpy_transformer(switches, record_property):
 
 
 @pytest.mark.parametrize("policy", nightly_but(PARALLEL[:4], PARALLEL), ids=repr)
-def test_packed_documents_are_alone(policy):
-    """Checks that positions restart, and attention and decisions do not cross documents."""
+def test_packed_documents_are_independent(policy):
+    """Positions restart, and attention and decisions do not cross documents."""
     lengths = (9, 1, 7, 5)
     documents = [random_tokens(20 + index, length) for index, length in enumerate(lengths)]
     packed = np.concatenate(documents)[None]
@@ -128,7 +128,7 @@ def test_recomputing_layers_changes_no_gradient():
 
 
 @pytest.mark.nightly
-def test_the_backward_pass_repeats_no_product_whose_output_is_kept():
+def test_backward_pass_repeats_no_kept_product():
     tokens = random_tokens(3, 2, 11)
 
     def products(remat):
@@ -137,7 +137,7 @@ def test_the_backward_pass_repeats_no_product_whose_output_is_kept():
 
         return str(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model())).count("dot_general[")
 
-    # The reference's attention has two products with a batch axis, which are not kept.
+    # The reference attention has two products with a batch axis, which are not kept.
     assert products("nothing") <= products("all_but_products") <= products("nothing") + 2
     assert products("all_but_attention") >= products("nothing") + 4
 

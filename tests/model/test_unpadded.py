@@ -1,4 +1,4 @@
-"""Tokens one behind another, against NumPy, and what a pass computes for them."""
+"""Tokens packed without padding, against NumPy, and their logits in a pass."""
 
 import chex
 import hypothesis
@@ -9,7 +9,7 @@ import numpy as np
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies.values import Tokens
 
-# Sequences, width and places: each compiles programs of its own, the counts do not.
+# Sequences, width and places: each combination compiles programs, the counts do not.
 SHAPES = [(1, 1, 3), (1, 9, 9), (5, 4, 12), (7, 9, 40)]
 
 
@@ -24,12 +24,12 @@ def lines(draw):
 
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(lines())
-def test_tokens_stand_one_behind_another_and_come_back(case):
+def test_tokens_are_packed_and_unpacked(case):
     counts, width, places = case
     random = np.random.default_rng(0)
     x = random.normal(size=(len(counts), width, 3)).astype(np.float32)
     valid = np.arange(width) < counts[:, None]
-    poisoned = np.where(valid[..., None], x, np.nan)  # of padding nothing is read
+    poisoned = np.where(valid[..., None], x, np.nan)  # nothing of the padding is read
     line = Unpadded.of(jnp.asarray(counts), width, places)
     want = np.zeros((1, places, 3), np.float32)
     want[0, : counts.sum()] = np.concatenate(
@@ -46,7 +46,7 @@ def test_tokens_stand_one_behind_another_and_come_back(case):
     assert (np.asarray(line.last) < places).all()
 
 
-def test_the_tokens_of_a_layer_have_their_logits_with_them():
+def test_packing_keeps_positions_and_logits():
     counts, width, places = jnp.array([2, 0, 3]), 4, 6
     line = Unpadded.of(counts, width, places)
     assert line.place_of[line.is_token].tolist() == [0, 1, 2, 3, 4]

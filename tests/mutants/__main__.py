@@ -1,12 +1,12 @@
-"""Plants mutants and says which of them the tests notice: those of the gate, or of the night.
+"""Plants mutants and reports which of them the tests of the gate, or nightly tests, kill.
 
     python -m tests.mutants --workers 2             all of them
-    python -m tests.mutants --only adakv pyramid    those whose name holds one of the words
+    python -m tests.mutants --only adakv pyramid    those whose name contains one of the words
     python -m tests.mutants --unplanted             their tests without any mutant: all green?
 
-Each stands alone in a copy of the tree; the checkout is never touched. Verdicts go into --out as
-they fall. A run that was interrupted goes on there, until a file of the tree changes. The exit
-status is the number of mutants that were not killed.
+Each mutant is planted alone in a copy of the tree; the checkout is never changed. Verdicts are
+written to --out at once. An interrupted run resumes from there, unless a file of the tree has
+changed. The exit status is the number of surviving mutants.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Record:
 def judge_all(
     trees: list[Tree], mutants: list[Mutant], options: argparse.Namespace, record: Record
 ) -> None:
-    """Judges mutants, as many at a time as there are trees."""
+    """Judges mutants, as many in parallel as there are trees."""
     idle: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
         idle.put(tree)
@@ -111,7 +111,7 @@ def judge_all(
 
 
 def without_mutants(tree: Tree, chosen: list[Mutant], timeout: float) -> int:
-    """Runs the tests of mutants while none is planted: 0 where all pass."""
+    """Runs the tests of mutants without planting any; returns 0 if all pass."""
     tests = sorted({test for mutant in chosen for test in mutant.tests})
     night = any(mutant.night for mutant in chosen)
     verdict, output = tree.run(tests, timeout * len(chosen), night, options=())

@@ -1,4 +1,4 @@
-"""A mutant: a mistake that somebody could make, and the tests that must notice it."""
+"""A mutant: a plausible mistake, and the tests that must fail with it."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ class Mutant:
     Attributes:
       name: the area and what goes wrong.
       file: where, from the root of the tree.
-      find: the text that is right; it occurs in the file exactly once.
-      replace: the text that is wrong.
-      tests: arguments of pytest, of which at least one test must fail: the narrowest choice.
-      night: whether tests of the night are needed; otherwise those of the gate notice it.
+      find: the right text, which occurs in the file exactly once.
+      replace: the wrong text.
+      tests: pytest arguments, as narrow as possible; at least one of these tests must fail.
+      night: whether only nightly tests fail; otherwise those of the gate do.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Mutant:
     night: bool = False
 
     def plant(self, text: str) -> str:
-        """The file's text with the mistake in it.
+        """Returns the file's text with the mistake.
 
         Raises:
           ValueError: the right text does not occur exactly once, or the mistake changes nothing.

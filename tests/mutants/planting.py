@@ -13,19 +13,19 @@ from collections.abc import Iterator, Sequence
 from tests.mutants.mutant import Mutant
 from tests.support.tree import RESULTS, ROOT, files
 
-# Of pytest: all tests passed; some failed; none was collected.
+# Exit statuses of pytest: all tests passed; some failed; none was collected.
 VERDICTS = {0: "survived", 1: "killed", 5: "has no test", None: "timed out"}
 
 
 def copy_tree(target: pathlib.Path) -> None:
-    """Copies the files of the checkout but the figures that scripts wrote."""
+    """Copies the files of the checkout, except figures written by scripts."""
     for name in files(without=RESULTS):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target / name)
 
 
 class Tree:
-    """A copy of the tree, in which one mutant stands at a time.
+    """A copy of the tree, with one mutant at a time.
 
     Args:
       root: an empty folder.
@@ -37,7 +37,7 @@ class Tree:
         self._output = root.resolve() / "output.txt"
         self._writes = 0
         copy_tree(self.root)
-        # Programs that are compiled already are kept with those of the checkout.
+        # Compiled programs are shared with the checkout.
         environment = os.environ | {
             "PYTHONPATH": str(self.root),
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
@@ -57,7 +57,7 @@ class Tree:
         self._process.wait()
 
     def judge(self, mutant: Mutant, timeout: float) -> tuple[str, str]:
-        """Runs the tests that must notice a mutant: (verdict, the end of their output).
+        """Runs the tests of a mutant: (verdict, the end of their output).
 
         Verdicts: killed, survived, timed out, has no test, could not plant, could not run.
         """
@@ -70,7 +70,7 @@ class Tree:
     def run(
         self, tests: Sequence[str], timeout: float, night: bool, options: Sequence[str] = ("-x",)
     ) -> tuple[str, str]:
-        """Runs tests as they stand: of the gate, or also of the night."""
+        """Runs tests of the gate, or also nightly ones."""
         chosen = "not release" if night else "not nightly and not release"
         arguments = ["-n", "0", "-q", "-p", "no:cacheprovider", f"--basetemp={self._scratch}"]
         arguments += ["-m", chosen, *options, *tests]
@@ -92,7 +92,7 @@ class Tree:
             self._write(path, right)
 
     def _write(self, path: pathlib.Path, text: str) -> None:
-        """With a time of its own: Python tells compiled files by the second of their sources."""
+        """Writes with a new modification time, because Python's bytecode cache compares seconds."""
         path.write_text(text, encoding="utf-8")
         self._writes += 1
         stamp = time.time() + 2 * self._writes

@@ -1,10 +1,10 @@
-"""Runs pytest again and again, each time in a fork of a process that has imported the libraries.
+"""Runs pytest repeatedly, each time in a fork of a process that has imported the libraries.
 
     python -m tests.mutants.warm    in a copy of the tree
 
 For each line of JSON, {"arguments", "timeout", "output"}, it runs pytest and answers with its exit
-status, or null where it did not end in time. This process imports nothing of dms_jax or
-pallas_kernels, so each fork imports them as they stand in the tree by then.
+status, or null after a timeout. This process imports nothing of dms_jax or pallas_kernels, so each
+fork imports their current sources.
 """
 
 import importlib

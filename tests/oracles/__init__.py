@@ -1,1 +1,1 @@
-"""Plain NumPy float64 simulations of every policy, written from the papers alone."""
+"""NumPy float64 simulations of every policy, written only from the papers."""

@@ -119,9 +119,10 @@ def simulate(
 ) -> Trace:
     """Simulate over q [T, H, D], k, v [T, K, D] before rotation and cos, sin [T, D/2].
 
-    decisions [T, K] (1 = merge) and importance [T, K] replace what the neuron says; with
-    neuron=None both must be given and nothing is zeroed. Live ids are the last token of each slot.
-    Prompt and generated tokens are treated alike. `stored` gives what a cache of few bits returns.
+    decisions [T, K] (1 = merge) and importance [T, K] replace the neuron's; with neuron=None both
+    must be given and nothing is zeroed. Live ids are the last token of each slot. Prompt and
+    generated tokens are treated alike. `stored` returns vectors after a round trip through a cache
+    of few bits.
     """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)

@@ -1,8 +1,8 @@
 """Quantization to float8 (e4m3) with a power-of-two scale per slot, from its definition.
 
-scale = the smallest 2^k with max |x| <= 448 * 2^k
-e4m3: 4 exponent bits (least normal 2^-6), 3 mantissa bits, ties to even
-What would be rounded beyond the largest number of the type of x is rounded towards zero.
+scale = the smallest 2^k with max |x| <= 448 * 2^k e4m3: 4 exponent bits (least normal 2^-6), 3
+mantissa bits, ties to even Numbers that would round beyond the largest number of x's dtype round
+towards zero.
 """
 
 import ml_dtypes

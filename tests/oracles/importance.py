@@ -64,6 +64,6 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def features(residual, norm, hidden, epsilon: float) -> np.ndarray:
-    """What the output layers of a scorer read: [T, E], or [T, hidden] behind hidden units."""
+    """The inputs of a scorer's output layers: [T, E], or [T, hidden] after hidden units."""
     x = residual / np.sqrt((residual**2).mean(axis=-1, keepdims=True) + epsilon) * norm
     return x if hidden is None else gelu(hidden(x))

@@ -1,8 +1,8 @@
 """KVzap (Jegou and Jeblick 2026): a token whose predicted importance is low leaves the window.
 
 score_j [T, K] predicts the logarithm of the token's importance. While i - j <= window query i sees
-key j; after that only if score_j >= threshold or j < sinks. A token that leaves the window and that
-nothing keeps gives its slot to the token that pushes it out.
+key j; after that only if score_j >= threshold or j < sinks. A token that leaves the window and is
+not kept gives its slot to the token that displaces it.
 """
 
 import numpy as np

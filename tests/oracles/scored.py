@@ -52,7 +52,7 @@ When = Callable[[int, int, float], bool]
 
 
 class Ranking(NamedTuple):
-    """What tokens are worth to a policy, and the options with which the laws run it."""
+    """The scores of a policy, and the options with which the laws run it."""
 
     worth: Callable[..., Worth]
     options: tuple[dict, ...]
@@ -63,12 +63,12 @@ RANKINGS: dict[str, Ranking] = {}  # by the name of the policy
 
 
 def ranks(policy: str, *options: dict, when: Callable[..., When] | None = None):
-    """Registers what tokens are worth to a policy, and the options with which the laws run it.
+    """Registers a policy's scores, and the options with which the laws run it.
 
-    `when` makes of the policy's options when its rows are cut, if that is its own rule.
+    `when` builds the policy's rule for cuts from its options, if it has one.
 
-    The parameters of the function say by their names what it needs: the rotated `q`, `k` and `v`,
-    the `queries` before rotation, its `theta`, or an option of the policy.
+    The names of the function's parameters select its inputs: the rotated `q`, `k` and `v`, the
+    `queries` before rotation, the `theta`, or an option of the policy.
     """
 
     def register(worth: Callable[..., Worth]):

@@ -39,7 +39,7 @@ def test_dms_six_cache_states():
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
-def test_dms_ring_holds_what_the_mask_shows(window):
+def test_dms_ring_equals_the_mask(window):
     random = np.random.default_rng(window)
     for shift in range(window + 2):
         decisions = random.integers(0, 2, size=31)
@@ -96,7 +96,7 @@ def test_dms_compression_loss_is_one_sided_and_global():
     assert dms.compression_loss(np.ones((1, 1, 1, 4)), 0.5) == 0.0
 
 
-def test_dms_query_neuron_is_read_before_and_gone_after_rotation():
+def test_dms_query_neuron_is_zeroed_around_the_rotation():
     q, k, _ = tensors(4)
     cos, sin = rope.angles(np.arange(13), 6)
     logits, rotated, keys = dms.from_query_neuron(q, k, cos, sin)

@@ -1,4 +1,4 @@
-"""The rotation of the oracles: one plane by hand, and what only depends on distance."""
+"""The rotation of the oracles: one plane by hand, and scores that depend only on distance."""
 
 import chex
 import numpy as np

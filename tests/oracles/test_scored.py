@@ -1,4 +1,4 @@
-"""The oracle of the policies that score tokens, against examples worked by hand."""
+"""The oracle of policies that score tokens, against examples by hand."""
 
 import chex
 import numpy as np
@@ -25,13 +25,13 @@ def test_a_prompt_is_cut_once_and_answers_at_every_interval():
     assert lengths_of(never)[1] == list(range(1, 13))
 
 
-def test_the_smallest_keys_stay_in_their_order():
+def test_knorm_keeps_smallest_keys_in_order():
     k = np.array([3.0, 1, 2, 5, 0.5])[:, None, None] * np.array([0.6, 0.8])
     trace = scored.simulate(k, k, k, 5, worth=scored.knorm(k), budget=3, interval=None)
     assert trace.kept[-1] == [[1, 2, 4]]
 
 
-def test_keys_unlike_the_others_stay():
+def test_keydiff_keeps_unlike_keys():
     # Directions: three to the right, one up, one to the left: the mean points right and up.
     k = np.array([[1.0, 0], [2, 0], [0, 3], [4, 0], [-1, 0]])[:, None]
     scores = scored.keydiff(k)(4, [[0, 1, 2, 3, 4]])[0]
@@ -59,7 +59,7 @@ def test_snapkv_pools_the_votes_of_the_window():
     )
 
 
-def test_snapkv_sees_what_is_left_of_the_past():
+def test_snapkv_scores_after_an_earlier_cut():
     """Checks scores after an earlier cut, where slots no longer equal positions."""
     q, k, _ = tensors(4, length=9)
     ids = [[0, 3, 7, 8], [1, 2, 7, 8]]
@@ -72,7 +72,7 @@ def test_snapkv_sees_what_is_left_of_the_past():
     chex.assert_trees_all_close(scores[1][:2], weights[:, :2].mean(0), rtol=1e-7)
 
 
-def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
+def test_expected_attention_equals_a_gaussian_mean():
     """Samples E exp(q k) of a Gaussian q; with one future position R is a rotation."""
     random = np.random.default_rng(5)
     queries, k, v = tensors(6, length=40, query_heads=1, kv_heads=1, dim=4)
@@ -91,7 +91,7 @@ def test_expected_attention_is_the_mean_of_attention_under_its_gaussian():
     assert np.abs(plain[1:] / expected - 1).max() > 0.1
 
 
-def test_heads_compete_after_each_had_its_share():
+def test_heads_compete_beyond_their_guarantee():
     worth = [np.array([9.0, 8, 7, 6]), np.array([1.0, 5, 2, 3])]
     held = [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert scored.cut(held, worth, 2, alpha=0.0) == [[0, 1, 2, 3], []]
@@ -101,7 +101,7 @@ def test_heads_compete_after_each_had_its_share():
 
 
 @pytest.mark.parametrize(("budget", "protected", "beta"), [(64, 8, 20), (100, 0, 7), (33, 32, 20)])
-def test_a_pyramid_spends_its_budget_and_no_more(budget, protected, beta):
+def test_pyramid_spends_exactly_its_budget(budget, protected, beta):
     layers = [scored.pyramid(budget, protected, beta, layer, 12) for layer in range(12)]
     assert layers == sorted(layers, reverse=True)
     assert budget - 1 < np.mean(layers) + 1 <= budget + 1

@@ -68,7 +68,7 @@ def test_h2o_keeps_sums_and_recent():
     chex.assert_trees_all_equal(trace.peak, np.array([3]))
 
 
-def test_h2o_favours_what_was_seen_often_over_what_is_heavy_now():
+def test_h2o_favours_old_tokens_over_heavy_new_ones():
     # Token 2 outweighs token 1 in every row, but token 1 was there one row earlier.
     # Sums when token 3 arrives, heavy=2, recent=1: 1: 1/2 + 1/3.2 + 1/4.2, 2: 1.2/3.2 + 1.2/4.2.
     trace = h2o.simulate(*scored_keys(1, 1, 1.2, 1), heavy=2, recent=1, scale=1.0)
@@ -85,7 +85,7 @@ def test_h2o_sums_a_dense_prompt_before_the_cut():
     chex.assert_trees_all_equal(trace.live_counts[:, 0], np.array([1, 2, 3, 4, 3, 3]))
 
 
-def test_h2o_cuts_a_prompt_by_column_sums_of_the_mean_over_the_group():
+def test_h2o_cuts_prompt_by_group_mean_column_sums():
     q, k, v = tensors(12, length=24)
     scores = np.einsum("tkgd,skd->kgts", 3 * q.reshape(24, 2, 2, 6), k) / np.sqrt(6)
     weights = np.exp(scores) * np.tri(24)
@@ -148,7 +148,7 @@ def test_streaming_cuts_a_dense_prompt_once():
     chex.assert_trees_all_close(trace.outputs[4], vanilla.simulate(q, k, v).outputs[4], rtol=1e-7)
 
 
-def test_quest_bound_is_above_every_score_and_takes_the_partial_page():
+def test_quest_bounds_of_whole_and_partial_pages():
     # Pages {0, 1}, {2, 3}, {4}. Query (1, -1): maxima minus minima of each page.
     keys = np.array([[1.0, 5.0], [2.0, -1.0], [0.0, 0.0], [1.0, 1.0], [-3.0, -4.0]])
     bounds = quest.page_bounds(np.array([1.0, -1.0]), keys, 2)
@@ -165,7 +165,7 @@ def test_quest_pages():
     assert quest.selected_pages(bounds, 5, force_last_page=True) == [0, 1, 2, 3, 4]
 
 
-def test_quest_reads_pages_of_each_query_head_after_a_dense_prompt():
+def test_quest_heads_read_separate_pages_after_prompt():
     k = np.array([0.0, 9, 0, 0, -9, 0, 1, 1, 2.0])[:, None, None]
     q = np.repeat(np.array([[[1.0], [-1.0]]]), 9, axis=0)
     v = np.arange(9.0)[:, None, None]
@@ -181,7 +181,7 @@ def test_quest_reads_pages_of_each_query_head_after_a_dense_prompt():
     chex.assert_trees_all_equal(skipped.reads[8], np.array([9, 9]))
 
 
-def test_kcache_sums_the_largest_weights_as_they_are():
+def test_kcache_does_not_renormalise_weights():
     q, k, v = scored_keys(1, 4, 2, 3)
     trace = kcache.simulate(q, k, v, 2, top=2, scale=1.0)
     assert trace.attended[1:] == [[[0, 1]], [[1, 2]], [[1, 3]]]

@@ -13,13 +13,12 @@ import numpy as np
 class Trace:
     """The outputs and cache contents of a simulated policy, token by token.
 
-    outputs: [T, H, D], the attention outputs.
-    live: live[t][kv_head] lists, in slot order, what the cache holds while token t attends (token t
-      itself included): token ids, or for DMC the last token merged into each slot.
-    kept: the same after the eviction that follows token t's attention; equal to `live` except for
-      the policies that evict after attention.
-    attended: attended[t][head] lists the ids that the query head read, in ascending order.
-    shared: whether the query heads of a KV head select together, and read the selection once.
+    outputs: [T, H, D], the attention outputs. live: live[t][kv_head] lists, in slot order, the
+    cache's entries while token t attends (token t itself included): token ids, or for DMC the last
+    token merged into each slot. kept: the same after the eviction that follows token t's attention;
+    equal to `live` except for the policies that evict after attention. attended: attended[t][head]
+    lists the ids that the query head read, in ascending order. shared: whether the query heads of a
+    KV head select together, and read the selection once.
     """
 
     outputs: np.ndarray
@@ -110,7 +109,7 @@ def default_scale(q: np.ndarray, scale: float | None) -> float:
 
 
 def is_dense(prefill: str) -> bool:
-    """Whether a prompt gets full attention and one cut, not treatment like generated tokens."""
+    """Whether a prompt gets full attention and one cut, unlike generated tokens."""
     return {"dense_then_evict": True, "evict_past_budget": False}[prefill]
 
 

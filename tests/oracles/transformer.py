@@ -7,7 +7,7 @@ One sequence at a time; per layer, with x the residual stream [T, E]:
     x      += W_o attention(q, k, v)
     x      += W_down (silu(W_gate n'(x)) * W_up n'(x))
 
-A layer with a window sees its last tokens under any policy, which counts the layers without one.
+A layer with a window sees its last tokens under any policy; policies count only the other layers.
 
 Shapes: T tokens, E model dim, H query heads, K KV heads, D head dim, F feed-forward, V vocabulary.
 """
@@ -77,10 +77,10 @@ def unchanged(x: np.ndarray) -> np.ndarray:
 class LayerInput:
     """A policy's input in one layer: q [T, H, D], k, v [T, K, D] before rotation, after norms.
 
-    cos and sin are [T, D/2]. `own` and `late` [T, K] are what the layer's adapter says of each
-    token, and of the one that leaves the window with it. `stored` gives what a cache of few bits
-    returns of the keys and values that it is given. In a whole model `residual` [T, E] is the
-    stream before the layer's input norm.
+    cos and sin are [T, D/2]. `own` and `late` [T, K] are the layer's adapter outputs for each
+    token, and for the token that leaves the window with it. `stored` returns keys and values after
+    a round trip through a cache of few bits. In a whole model `residual` [T, E] is the stream
+    before the layer's input norm.
     """
 
     index: int
@@ -98,7 +98,7 @@ class LayerInput:
 
     @property
     def rotated(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rotated q, rotated k and v; both as they are stored."""
+        """Rotated q, rotated k and v; k and v as stored."""
         turn = (self.cos, self.sin)
         k = self.stored(rope.rotate_tokens(self.k, *turn))
         return rope.rotate_tokens(self.q, *turn), k, self.stored(self.v)
@@ -118,7 +118,7 @@ def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def adapter_outputs(layer: Layer, x: np.ndarray, epsilon: float) -> list[np.ndarray | None]:
-    """Returns what the outputs of a layer's adapter say of the residual stream [T, E]."""
+    """Returns the outputs of a layer's adapter for the residual stream [T, E]."""
     heads = layer.adapter, layer.adapter_late
     if layer.adapter is None:
         return [None, None]

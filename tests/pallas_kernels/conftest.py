@@ -1,12 +1,12 @@
-"""What tests of kernels have in common: those that are not about a card do not depend on it."""
+"""Setup of kernel tests: only tests marked `gpu` depend on the machine's card."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def any_machine(request, monkeypatch):
-    """Unless a test is marked `gpu` it runs on the CPU, and plans are made for an H200."""
-    import jax  # not at the top: its environment is set first
+    """Unless marked `gpu`, a test runs on the CPU, and plans are made for an H200."""
+    import jax  # after tests/conftest.py has set up jax
 
     from pallas_kernels import dispatch
 

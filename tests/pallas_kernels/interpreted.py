@@ -1,11 +1,11 @@
-"""Run cases of a kernel in its interpreter and check them: one line for each that is right.
+"""Run cases of a kernel in its interpreter and check them; print a line for each right one.
 
     NPROC=4 python -m tests.pallas_kernels.interpreted OPERATION IMPLEMENTATION CASE[:DETAIL]...
 
-Tests do this through `support.interpret`: the interpreters run threads of their own and can stop
-for ever, so they run in a process that can be ended, and races are found in what they print. That
-of Mosaic GPU runs each warpgroup in a thread of XLA's pool and hangs where the pool has fewer
-threads than a program has warpgroups: NPROC sets the pool's size, and is read once, at the start.
+Tests use `support.interpret`: the interpreters start threads and can hang, so they run in a process
+that can be killed; races are found in their output. Mosaic GPU's interpreter runs each warpgroup in
+a thread of XLA's pool and hangs if the pool has fewer threads than a program has warpgroups. NPROC
+sets the pool's size and is read once, at the start.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ from tests.pallas_kernels.training import support as training_support
 from tests.pallas_kernels.update import support as update_support
 
 GPU = plgpu.InterpretGPUParams(detect_races=True)
-# Programs of decode: few enough for the interpreter, enough to cut rows; a single row is cut so
-# often that its partials are shared out.
+# Programs of decode: few enough for the interpreter, enough to split rows; a single row is split so
+# often that its partial results are distributed.
 PROGRAMS, PROGRAMS_OF_ONE_ROW = 5, 22
 
 
 def decode(implementation, name, tile):
-    """The detail is the least number of slots of a tile, 64 by default."""
+    """The detail is the least number of slots per tile, 64 by default."""
     case, scale = decode_cases.by_name(name), 0.1
     inputs = support.decode_inputs(case)
     q, rows = support.split_rows(support.as_arrays(inputs))
@@ -63,14 +63,14 @@ def decode(implementation, name, tile):
         chex.assert_trees_all_equal(got, same)
     else:
         programs = PROGRAMS_OF_ONE_ROW if len(rows.lengths) == 1 else PROGRAMS
-        # A plan may be made before a step knows whether its rows grow: its last tile is then empty.
+        # A plan may be made before a step knows whether its rows grow; its last tile is then empty.
         planned = rows.lengths + jnp.arange(len(rows.lengths), dtype=jnp.int32) % 2
         plan = make_plan(planned, tile=max(int(tile or 64), case.page_size), programs=programs)
-        # Plans may be longer than it takes.
+        # Plans may be longer than necessary.
         plan = jax.tree.map(lambda x: jnp.pad(x, (0, 3), constant_values=1 << 20), plan)
         kernel, options = decode_gpu.mma, {}
         if implementation == "mosaic_gpu":
-            # Of the widest heads no second tile fits.
+            # With the widest heads no second tile fits.
             stages = decode_gpu.settings_of("mosaic_gpu", decode_gpu._shape(q, rows))["stages"]
             settings = {"programs_per_core": 1, "stages": min(2, stages)}
             kernel, options = decode_gpu.mosaic, {"settings": settings}
@@ -84,7 +84,7 @@ def decode(implementation, name, tile):
 
 
 def fetch(_, count, block):
-    """A case is a number of blocks, and its detail the rows of each; some blocks are none."""
+    """A case is a number of blocks, and its detail the rows of each; some blocks are empty."""
     count, block = int(count), int(block)
     store = np.random.default_rng(0).normal(size=(240, 128)).astype(np.float32)
     index = np.random.default_rng(count).integers(0, 240 // block, count).astype(np.int32)
@@ -123,12 +123,12 @@ def select(_, name, __):
 
 
 def training(implementation, name, cuts):
-    """The detail, "70,90", cuts the queries into pieces that are computed one by one.
+    """The detail, "70,90", splits the queries into pieces that are computed one by one.
 
     Cases have at most three tiles of tokens: with a window shorter than a tile, the third tile sees
-    one in part, one with the border of the window and one beyond it. What has several KV heads has
-    one sequence, and one KV head has two query heads, or as many as are odd or more than a tile
-    holds. The pieces have two heads: a piece's place is the same for all of them.
+    one tile partially, one with the border of the window and one beyond it. Cases with several KV
+    heads have one sequence, and one KV head has two query heads, or an odd number, or more than a
+    tile holds. Pieces have two heads, because the place of a piece is the same for all heads.
     """
     case = training_cases.by_name(name)
     case = dataclasses.replace(case, T=min(case.T, 3 * TILE))
@@ -159,7 +159,7 @@ def update(implementation, name, _):
     inputs = update_support.write_inputs(case)
     operands = update_support.operands(support.as_arrays(inputs))
     if implementation == "mosaic_tpu":
-        # Several blocks of rows, the last of them not full.
+        # Several blocks of rows, the last one partial.
         update_tpu._VMEM_BYTES = 1 << 16
         kernel = functools.partial(update_tpu.write_pages_tpu, *operands, zeroed=case.zeroed)
         got, same = each_tpu_interpreter(kernel)
@@ -167,7 +167,7 @@ def update(implementation, name, _):
     else:
         got = update_gpu.mosaic(*operands, zeroed=case.zeroed, interpret=GPU)
     update_support.assert_agrees(case, inputs, got)
-    # A rotation too, which the oracle does not round as float32 does.
+    # Also a rotation, which the oracle does not round to float32.
     want = write_pages_xla(*operands, zeroed=case.zeroed)
     update_support.assert_rounded_alike(got, want)
 
@@ -178,7 +178,7 @@ def each_tpu_interpreter(kernel):
 
 
 def main(operation, implementation, *names):
-    """Run the cases, and say of each that it is right."""
+    """Run the cases and print each right one."""
     operations = (decode, fetch, prefill, received, select, training, update)
     check = {each.__name__: each for each in operations}[operation]
     for name in names:

@@ -15,15 +15,15 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-# Norm-wise relative errors that a kernel may make, by dtype of the queries.
+# Permitted norm-wise relative errors of a kernel, by dtype of the queries.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 2e-5, "float64": 1e-12}
 
 
 def decode_inputs(case, seed=0):
     """Draw a decode case: keyword arguments of `decode_attention`, as NumPy arrays.
 
-    Pages of the pool belong to rows in random order. Where the case is poisoned, unread slots and
-    pages without an owner hold NaN, and dead table entries hold numbers outside the pool.
+    Rows own pages of the pool in random order. In a poisoned case unread slots and unowned pages
+    hold NaN, and dead table entries point outside the pool.
     """
     rng = np.random.default_rng(seed)
     page, size = case.pages, case.page_size
@@ -105,10 +105,10 @@ def sinks_of(case):
 
 
 def float8_score_bound(inputs, scale):
-    """How far Hopper's float8 adder may take each score from its oracle, [R, G, slots].
+    """Error bound of Hopper's float8 adder for each score, [R, G, slots].
 
-    Queries are cut into numbers of 3 significant bits; of each, the products with a key are added
-    32 at a time to the sum so far, all truncated to 13 bits below the largest exponent of them.
+    Queries are split into numbers of 3 significant bits. For each, products with a key are added to
+    the sum 32 at a time, all truncated to 13 bits below their largest exponent.
     """
     q, scales = inputs["q"].astype(np.float64), inputs["k_scales"].astype(np.float64)
     size, slots = scales.shape[1], inputs["page_table"].shape[1] * scales.shape[1]
@@ -135,7 +135,7 @@ def float8_score_bound(inputs, scale):
 
 
 def relative_error(got, want):
-    """Norm of the difference over the norm of what is wanted; NaN or a wrong -inf is an error."""
+    """Norm of the difference over the norm of the expected; NaN or a wrong -inf is an error."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     chex.assert_equal_shape([got, want])
     chex.assert_trees_all_equal(np.isneginf(got), np.isneginf(want))
@@ -161,7 +161,7 @@ def split_rows(inputs):
 
 
 def structs(case):
-    """Shapes and dtypes of a decode case's inputs, with no arrays behind them."""
+    """Shapes and dtypes of a decode case's inputs."""
     import jax
 
     def struct(shape, dtype):
@@ -182,7 +182,7 @@ def structs(case):
 
 
 def with_all_results(implementation=None):
-    """Return `decode_attention` as a function of its arrays that returns all that it can."""
+    """Return `decode_attention` as a function of its arrays, with all results."""
     from pallas_kernels import decode_attention
 
     return functools.partial(
@@ -195,7 +195,7 @@ def with_all_results(implementation=None):
 
 
 def on_the_card(contract):
-    """Each case that a kernel for GPUs serves, with the kernel, as parameters of a test."""
+    """All (case, GPU kernel) pairs that are served, as test parameters."""
     served = {"mosaic_gpu": ("bfloat16",), "mosaic_mma": ("bfloat16", "float16")}
     return [
         pytest.param(implementation, case, id=f"{implementation}-{case.name}")
@@ -206,7 +206,7 @@ def on_the_card(contract):
 
 
 def poison_free_memory():
-    """Leave NaN in memory of the device that the next outputs will be given."""
+    """Leave NaN in the device memory that the next outputs will use."""
     import jax
     import jax.numpy as jnp
 
@@ -223,16 +223,16 @@ def lower_for_cuda(function, **shapes):
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(lambda inputs: function(**inputs)).trace(shapes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Pallas's Triton backend is to be removed: no program of any test may rest on it.
+    # Pallas's Triton backend will be removed: no test program may use it.
     assert "__gpu$xla.gpu.triton" not in text
     return text
 
 
 def launched_with(card, function, **shapes) -> list[int]:
-    """Return the bytes of shared memory that each kernel of a function is launched with on a card.
+    """Return the bytes of shared memory of each kernel launch of a function on a card.
 
-    They are what Mosaic lays out when it lowers the kernel, and not what a plan says. It does so
-    before it finds the layouts of registers, nine tenths of the time, which is left out.
+    Mosaic allocates them when it lowers the kernel, independently of plans, and before it infers
+    register layouts, which take nine tenths of the time and are skipped.
     """
     from unittest import mock
 
@@ -259,7 +259,7 @@ def launched_with(card, function, **shapes) -> list[int]:
 
 
 def run_apart(script, *arguments, **environment):
-    """Run a script in its own process, which must succeed; return the lines that it printed."""
+    """Run a script in a separate process, which must succeed; return its output lines."""
     finished = subprocess.run(
         [sys.executable, str(script), *arguments],
         env=os.environ | {"PYTHONPATH": str(CHECKOUT), **environment},
@@ -273,10 +273,10 @@ def run_apart(script, *arguments, **environment):
 
 
 def tpu_interpreters():
-    """Return the interpreter of TPU kernels in two forms, each of which finds other mistakes.
+    """Return two modes of the TPU interpreter, which find different mistakes.
 
-    Where copies are made when they are waited for, what is read without a wait is missing; where
-    they are made when they start, what they overwrite too early is wrong.
+    If copies run when they are awaited, reads without a wait see missing data; if they run when
+    they start, early overwrites corrupt data.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -286,10 +286,10 @@ def tpu_interpreters():
 
 
 def answer_with_numpy(*operands, result_avals, callback, sharding, ordered):
-    """Answer a call of a program to the interpreter that runs it: `io_callback_impl` of jax.
+    """Replaces jax's `io_callback_impl`, which answers the interpreter's callbacks.
 
-    jax would make an array of its own of every operand, of which interpreters make NumPy's again:
-    more than half of their time. They are given copies, for they may keep them.
+    jax would convert every operand to a jax array, which interpreters convert back to NumPy: more
+    than half of their time. They get copies, because they may keep them.
     """
     import jax
 
@@ -297,11 +297,11 @@ def answer_with_numpy(*operands, result_avals, callback, sharding, ordered):
 
 
 def interpret_quickly():
-    """Let the interpreters of this process, a script's, have their operands from NumPy."""
+    """Give the interpreters of this script process NumPy operands."""
     from jax._src import callback
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
-    # It takes integers for places of warpgroups, and arrays of jax alone.
+    # This one accepts integers for warpgroup places, and otherwise only jax arrays.
     place = shared_memory._to_int
     shared_memory._to_int = lambda x: x.item() if isinstance(x, np.ndarray) else place(x)
     callback.io_callback_impl = answer_with_numpy
@@ -309,11 +309,11 @@ def interpret_quickly():
 
 
 def interpret(operation, implementation, names):
-    """Run `interpreted.py`; every case must be right, and no race may be found.
+    """Run `interpreted.py`; every case must be right, without races.
 
-    The interpreters keep of the last kernel alone whether it raced, but print every race they find.
+    The interpreters record races only of the last kernel, but print every race.
     """
-    # With fewer threads than a program has warpgroups the interpreter of Mosaic GPU waits for ever.
+    # With fewer threads than warpgroups of a program Mosaic GPU's interpreter hangs.
     settings = {"JAX_PLATFORMS": "cpu", "NPROC": "4", "JAX_NUM_CPU_DEVICES": "1"}
     script = Path(__file__).with_name("interpreted.py")
     lines = run_apart(script, operation, implementation, *names, **settings)
@@ -337,7 +337,7 @@ def compile_for_tpu(script, kind, *arguments):
 
 
 def for_each_tpu(test):
-    """Marks a test that compiles for every kind of TPU that the kernels are made for."""
+    """Parametrises a test over every supported kind of TPU."""
     kinds = [("v5litepod-4", "v5e:2x2"), ("v5p-8", "v5p:2x2x1"), ("v6e-4", "v6e:2x2")]
     test = pytest.mark.parametrize(("kind", "topology"), kinds)(test)
     missing = importlib.util.find_spec("libtpu") is None

@@ -1,4 +1,4 @@
-"""Pages of 4 bits in the kernels' functions: XLA reads and writes them, no kernel pretends to."""
+"""4-bit pages in the kernels' functions: XLA reads and writes them, and no kernel does."""
 
 import functools
 import inspect
@@ -20,9 +20,9 @@ SCALE, GROUPS = 0.11, 2
 
 
 def packed_inputs(case=CASE):
-    """A case of decode attention with pages of 4 bits, and the same one with what they stand for.
+    """A decode attention case with 4-bit pages, and the same with dequantised pages.
 
-    What no row reads has scales of NaN.
+    Unread pages have NaN scales.
     """
     inputs = decode_inputs(case)
     wide = dict(inputs)
@@ -39,7 +39,7 @@ def packed_inputs(case=CASE):
     return {**inputs, "q": inputs["q"].astype(np.float32)}, wide
 
 
-def test_attention_reads_what_the_integers_stand_for():
+def test_attention_reads_dequantised_numbers():
     inputs, wide = packed_inputs()
     assert np.isnan(inputs["k_scales"].astype(np.float32)).any()
     run = functools.partial(decode_attention, scale=SCALE, return_lse=True, return_scores=True)
@@ -49,7 +49,7 @@ def test_attention_reads_what_the_integers_stand_for():
 
 
 def test_only_read_rows_are_unpacked():
-    """The pool is neither copied nor made into numbers as a whole."""
+    """The pool is neither copied nor dequantised as a whole."""
     case = cases.DecodeCase("few of many", (40, 33), head_dim=64, spare_pages=1000)
     arrays = as_arrays(packed_inputs(case)[0])
     run = jax.jit(lambda arrays: decode_attention(**arrays, scale=SCALE))
@@ -66,7 +66,7 @@ def test_no_kernel_reads_or_writes_4_bits(name):
     with pytest.raises(NotImplementedError, match=f"{name}: does not read pages of 4 bits"):
         jax.eval_shape(read, **shapes)
     if name == "mosaic_mma":
-        return  # of decode attention alone
+        return  # only decode attention
     written = packed_structs()
     reason = "serves bfloat16" if name == "mosaic_tpu" else "does not write pages of 4 bits"
     with pytest.raises(NotImplementedError, match=f"{name}: {reason}"):
@@ -74,7 +74,7 @@ def test_no_kernel_reads_or_writes_4_bits(name):
 
 
 def packed_structs(groups: int = GROUPS) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a write of 4-bit numbers of heads of 256."""
+    """Shapes of a write of 4-bit numbers, with heads of 256."""
     of = jax.ShapeDtypeStruct
     rows = of((5,), np.int32)
     pages, new = of((9, 16, 128), jnp.uint8), of((5, 128), jnp.uint8)
@@ -84,7 +84,7 @@ def packed_structs(groups: int = GROUPS) -> dict[str, jax.ShapeDtypeStruct]:
     return {**both, **factors, "pages": rows, "offsets": rows}
 
 
-def test_a_write_lands_in_its_slot_with_its_scales():
+def test_write_stores_numbers_and_scales_in_its_slot():
     random = np.random.default_rng(2)
     arrays = {
         name: jnp.asarray(random.integers(0, 200, x.shape), x.dtype)
@@ -116,7 +116,7 @@ def test_mismatched_pages_are_refused(name, shape, message):
         inspect.unwrap(decode_attention)(**inputs, scale=SCALE)
 
 
-def test_new_scales_of_other_groups_are_refused():
+def test_scales_of_other_groups_are_refused():
     shapes = packed_structs() | {"k_new_scales": packed_structs(groups=4)["k_new_scales"]}
     with pytest.raises(ValueError, match="k_new_scales must have shape"):
         jax.eval_shape(inspect.unwrap(write_pages), **shapes)

@@ -1,4 +1,4 @@
-"""`serving` reports the implementation that a call runs, and why others cannot."""
+"""`serving` reports the implementation of a call, and why others cannot run."""
 
 import pytest
 
@@ -36,8 +36,8 @@ HOPPER, ADA = "compute capability 9.0 (Hopper)", "float8 needs compute capabilit
     ],
     ids=str,
 )
-def test_on_a_gpu(gpu, options, served, reasons, monkeypatch):
-    """XLA serves what no kernel can, without being asked to."""
+def test_gpu_implementations(gpu, options, served, reasons, monkeypatch):
+    """XLA serves unsupported shapes by default."""
     kind, capability = gpu
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: GPU(kind, 40, capability))
     found = serving(**options, platform="cuda")
@@ -48,7 +48,7 @@ def test_on_a_gpu(gpu, options, served, reasons, monkeypatch):
             assert str(each).endswith(f": mosaic_gpu ({kind})")
 
 
-def test_without_a_gpu():
+def test_cpu_and_tpu_implementations():
     assert [str(each) for each in serving(platform="cpu")] == [
         "decoding: xla (no kernel is for cpu)",
         "training: xla (no kernel is for cpu)",
@@ -73,7 +73,7 @@ def test_wide_heads_on_a_tpu(dim, group, dtype, training):
 
 
 @pytest.mark.parametrize("pages_dtype", [FLOAT8, "uint8"])
-def test_tpus_read_no_pages_of_fewer_bits(pages_dtype):
+def test_tpus_read_no_quantized_pages(pages_dtype):
     decoding, _ = serving(pages_dtype=pages_dtype, platform="tpu")
     assert decoding.implementation == "xla"
     assert "does not read" in str(decoding)

@@ -1,4 +1,4 @@
-"""Settings of the kernels: the files of measured ones, and the heuristics where there is none."""
+"""Kernel settings: files of measured ones, and heuristics without a file."""
 
 import json
 
@@ -9,12 +9,12 @@ from pallas_kernels import tuned
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.dispatch import DEFAULT_GPU, GPU
 
-# Of the same architecture as the card that was measured, and without a file.
+# A card of the measured architecture without a file.
 RELATED = GPU("NVIDIA H100 PCIe", 114, (9, 0))
 H200 = (DEFAULT_GPU.kind,)
 
 
-def test_the_first_entry_that_applies_is_taken(tmp_path, monkeypatch):
+def test_first_applicable_entry_is_taken(tmp_path, monkeypatch):
     assert tuned.file_name("NVIDIA H200") == "nvidia_h200.json"
     entries = [
         {"when": {"head_dim": 64, "small": True}, "use": {"stages": 1}},
@@ -63,7 +63,7 @@ def test_gpus_of_one_architecture_share_measured_settings():
 def test_the_heuristic_plans_the_measured_number_of_programs(
     head_dim, size, programs, page_size, monkeypatch
 ):
-    """With float8 pages one program a core takes half as long again (`nvidia_h200.json`)."""
+    """With float8 pages one program per core takes 1.5 times as long (`nvidia_h200.json`)."""
     dtype = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}[size]
     shape = gpu.Shape(512, head_dim, page_size, 8, dtype)
     monkeypatch.setattr(gpu, "target_gpu", lambda: DEFAULT_GPU)

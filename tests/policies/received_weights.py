@@ -1,9 +1,9 @@
-"""Compiles the weights that slots receive for an H200, and says what arrays the program holds.
+"""Compiles received attention for an H200, and reports the arrays of the program.
 
     python tests/policies/received_weights.py
 
-The last line is JSON: the dimensions of every array with a number for each query and slot,
-outermost first. In a process of its own: this one has the compiler for GPUs.
+The last line is JSON: the dimensions of every array with an element per query and slot, outermost
+first. It runs in a separate process with the compiler for GPUs.
 """
 
 import json
@@ -37,7 +37,7 @@ def main() -> None:
         0.125,
     )
     text = compile_ahead(lowered, "h200").text
-    entry = text[text.index("ENTRY") :]  # what is inside of a kernel is in no memory
+    entry = text[text.index("ENTRY") :]  # values inside a kernel take no memory
     found = set()
     for shape, layout in ARRAY.findall(entry):
         sizes = [int(size) for size in shape.split(",")]

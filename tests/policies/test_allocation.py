@@ -26,7 +26,7 @@ def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
 
 
 @pytest.mark.parametrize("ratio", [1, 1.1, 1.6, 2.4, 2.531, 3, 3.3, 4.911, 7.7])
-def test_a_share_is_rounded_down_and_exact_ones_are_kept(ratio):
+def test_shares_round_down_and_exact_ones_stay(ratio):
     """Compares the budget in a program with that on the host, and with exact fractions."""
     policy = Knorm(compression_ratio=ratio)
     lengths = [*range(1, 4097), *range(2**17 - 500, 2**17 + 1), 2**23]
@@ -38,7 +38,7 @@ def test_a_share_is_rounded_down_and_exact_ones_are_kept(ratio):
 
 class HighestTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
-    def test_the_later_of_equal_scores_stays(self):
+    def test_later_of_equal_scores_stays(self):
         choose = self.variant(highest)
         scores = jnp.asarray([[[3.0, 1, 3, 2], [5, 5, 5, 5]]])
         kept = choose(scores, jnp.asarray([[1]]))
@@ -68,14 +68,14 @@ class HighestTest(chex.TestCase):
         (1.0, [[1, 1, 0, 0], [0, 1, 0, 1]]),
     ],
 )
-def test_heads_compete_after_each_had_its_share(alpha, kept):
-    """Two tokens per head, where all of the first head's score higher than the second's."""
+def test_heads_compete_beyond_their_guarantee(alpha, kept):
+    """Two tokens per head; all scores of the first head are higher than the second's."""
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
     found = AdaKV(SnapKV(), alpha=alpha).select(scores, jnp.asarray([[2]]), token())
     chex.assert_trees_all_equal(found[0], np.array(kept))
 
 
-def test_a_head_that_holds_less_than_its_share_takes_nothing_else():
+def test_head_below_its_share_takes_nothing_else():
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
     found = AdaKV(SnapKV(), alpha=1.0).select(scores, jnp.asarray([[2]]), token())
     chex.assert_trees_all_equal(found[0], np.array([[1, 1, 1, 0], [1, 0, 0, 0]]))
@@ -89,7 +89,7 @@ class Counting(Knorm):
         return dataclasses.replace(state, rows=state.rows + 1)
 
 
-def test_a_scorer_keeps_its_books_inside_allocations():
+def test_allocation_updates_the_scorers_state():
     policy = AdaKV(PyramidKV(Counting()))
     state = policy.written(PolicyState(rows=jnp.zeros((1, 1))), token(), None, None)
     chex.assert_trees_all_equal(state.rows, np.ones((1, 1), np.float32))
@@ -103,7 +103,7 @@ def budgets(policy, num_layers):
 
 
 def test_a_pyramid_by_hand():
-    """64 tokens of which 8 are protected: 110 others in the first layer, 108 / 11 fewer in each."""
+    """64 tokens, 8 protected: 110 others in the first layer, 108 / 11 fewer in each next one."""
     policy = PyramidKV(SnapKV(budget=64, window=8, interval=16), beta=20)
     want = [118, 108, 98, 88, 78, 68, 59, 49, 39, 29, 19, 10]
     assert budgets(policy, 12) == want
@@ -117,7 +117,7 @@ def test_a_pyramid_by_hand():
 
 
 @pytest.mark.parametrize(("last", "due"), [(2, False), (3, True)])
-def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
+def test_rows_of_a_layer_are_due_together_on_any_mesh(last, due):
     """Lengths 9, 2, 2 and 2 or 3 on four devices: 3.75 or 4 on average, and due at 3 + 1."""
     policy, lengths = Knorm(budget=3, interval=1), jnp.asarray([[9, 2, 2, last]])
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
@@ -132,8 +132,8 @@ def test_the_rows_of_a_layer_are_due_together_wherever_they_are(last, due):
     chex.assert_trees_all_equal(policy.due(PolicyState(), lengths, token()), np.array([due]))
 
 
-def test_random_selection_draws_anew_for_layers_heads_and_cuts():
-    """Independent uniform numbers: of mean 1/2, uncorrelated to within 4 / sqrt(n)."""
+def test_random_draws_differ_by_layer_head_and_cut():
+    """Independent uniform numbers: mean 1/2, uncorrelated to within 4 / sqrt(n)."""
     policy, slots = RandomSelection(seed=3), 4000
 
     def draw(policy=policy, layer=0, newest=100):

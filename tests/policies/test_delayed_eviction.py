@@ -1,8 +1,8 @@
-"""DMS, and all policies built on delayed eviction, chunk by chunk against the simulation.
+"""DMS and all policies with delayed eviction, chunk by chunk against the simulation.
 
 `write` is tested without a model: random marks, chunks of random counts (sometimes 0), shifts from
-0 to window + 1. The exact slots, the lengths and live counts after every token, and the keys
-visible to each query of a chunk are compared.
+0 to window + 1. Compares exact slots, lengths and live counts after every token, and the keys
+visible to each query of a chunk.
 """
 
 import functools
@@ -96,7 +96,7 @@ def check_chunks(policy, window, shift, marks, chunks, width):
     rate=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     width=st.sampled_from([1, 16]),
 )
-def test_slots_lengths_and_sight_are_those_of_the_ring(window, shift, seed, rate, width):
+def test_slots_lengths_and_visibility_equal_the_ring(window, shift, seed, rate, width):
     random = np.random.default_rng(seed)
     marks = random.random((BATCH, KV_HEADS, LENGTH)) < rate
     chunks = random.integers(0, width + 1, (3 * LENGTH // width, BATCH))
@@ -118,7 +118,7 @@ def test_rows_at_a_length_equal_rows_grown_to_it(window, shift, seen):
     for row in np.ndindex(BATCH, KV_HEADS):
         held = dms.slots_per_step(marks[row], window, shift)[seen - 1]
         slots[row] = [held.index(position) for position in last]
-    # Token j + shift marks key j, so the newest keys have no marks yet.
+    # Token j + shift marks key j, so the newest keys are not marked yet.
     made = last + shift < seen
     evicted = made & marks[..., np.where(made, last + shift, 0)]
     rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
@@ -135,7 +135,7 @@ def drawn(policy, positions, layer, kv_heads=2):
     return policy.decide(shown(positions, layer, kv_heads)).marks
 
 
-def test_random_eviction_draws_by_layer_head_and_position_alone():
+def test_random_eviction_draws_by_layer_head_position():
     policy = RandomEviction(rate=0.3, seed=5)
     positions = np.arange(4000)[None]
     whole = np.asarray(drawn(policy, positions, 0))

@@ -1,4 +1,4 @@
-"""DMS's decisions: threshold and sampling, with the same probability in training."""
+"""DMS's decisions: threshold and sampling, with equal probabilities in training."""
 
 import chex
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_one_draw_for_the_layer():
 
 
 def test_training_draws_as_inference_does():
-    """Checks that training's noise samples equally: u < sigmoid(a) iff a - logit(u) > 0."""
+    """Training's noise samples equally: u < sigmoid(a) iff a - logit(u) > 0."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(1, 2, 300)).astype(np.float32)
     positions = np.arange(300)[None]

@@ -28,7 +28,7 @@ def one_row(k, *, q=None, first=0, slots=None, **fields) -> Chunk:
 
 
 def halves(random, *shape, scale=1.0):
-    """Returns random numbers that bfloat16 represents, in bfloat16 and in float64."""
+    """Returns random bfloat16 numbers, in bfloat16 and in float64."""
     array = jnp.asarray(scale * random.normal(size=shape), HALF)
     return array, np.asarray(array, np.float64)
 
@@ -40,7 +40,7 @@ def softmax(x):
 
 @pytest.mark.parametrize("width", [16, 1])
 def test_400_merged_tokens_are_their_mean(width):
-    """Checks that DMC, one token or 16 at a time, stores the mean, rounded once."""
+    """DMC, with one or 16 tokens at a time, stores the mean, rounded once."""
     random = np.random.default_rng(0)
     k = jnp.asarray(random.uniform(0.5, 1.5, (400 // width, 1, width, 1, 4)), HALF)
     omega = jnp.asarray(random.uniform(0.2, 1, (400 // width, 1, 1, width)), jnp.float32)
@@ -104,8 +104,8 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     assert not sums[count:].any()
 
 
-def test_h2o_adds_up_queries_of_more_bits_than_its_sums():
-    """Float64 queries of a prompt whose cache, and with it the sums, has fewer bits."""
+def test_h2o_adds_up_float64_queries_in_fewer_bits():
+    """Float64 queries of a prompt whose cache, and hence sums, has fewer bits."""
     with jax.enable_x64(True):
         policy = H2O(budget=8, prefill="dense_then_evict")
         k = jnp.ones((1, 6, 1, 4), jnp.bfloat16)
@@ -120,7 +120,7 @@ def test_h2o_adds_up_queries_of_more_bits_than_its_sums():
 
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_the_weights_of_a_query(size):
-    """Checks large logits too: at a scale of 30 they reach a thousand."""
+    """Also with large logits: at a scale of 30 they reach a thousand."""
     random = np.random.default_rng(2)
     q, wide_q = halves(random, 1, 2, 4, scale=size)
     k, wide_k = halves(random, 1, 1, 9, 4, scale=size)
@@ -137,7 +137,7 @@ def shown(q, k, **fields) -> Tokens:
 
 @pytest.mark.parametrize("source", ["query_neuron", "adapter"])
 def test_dms_decides_by_the_exact_logit(source):
-    """Checks 100 raw - 5 for all numbers near 0.05, where bfloat16 has a resolution of 0.03."""
+    """100 raw - 5 for all numbers near 0.05, where bfloat16 has a resolution of 0.03."""
     near = jnp.asarray(0.05, HALF).view(jnp.uint16) + jnp.arange(-20, 20, dtype=jnp.uint16)
     raw = near.view(HALF)
     q = jnp.zeros((1, 40, 2, 4), HALF).at[0, :, 0, -1].set(raw)
@@ -181,8 +181,8 @@ def test_expected_attention_learns_the_moments_of_500_queries():
     )
 
 
-def test_keydiff_tells_keys_apart_that_are_alike():
-    """Checks directions that differ by a hundredth, whose cosines are near one."""
+def test_keydiff_distinguishes_similar_keys():
+    """Directions that differ by a hundredth, with cosines near one."""
     random = np.random.default_rng(5)
     keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
     rows = Rows(k=keys, v=keys, lengths=jnp.asarray([[40]], jnp.int32))
@@ -209,9 +209,9 @@ def test_snapkv_votes_with_exact_weights():
 
 
 @pytest.mark.parametrize("best", [0, 1])
-def test_quest_tells_bounds_apart_that_half_precision_does_not(best):
+def test_quest_bounds_are_compared_in_float32(best):
     """Sums of 256 and 256.5 over eight dims: both are 256 in bfloat16."""
-    policy = Quest(budget=4, dense_layers=0)  # the current page, and one that is selected
+    policy = Quest(budget=4, dense_layers=0)  # the current page, and one selected page
     high = np.full((4, 8), 32.0)
     high[best, 0] = 32.5
     high[2:] = -1

@@ -1,4 +1,4 @@
-"""The importance that learned evictions are taught, against its definition."""
+"""The importance that scorers learn, against its definition."""
 
 import chex
 import jax
@@ -50,7 +50,7 @@ def computed(seeds, *, documents=None, **options):
 
 @pytest.mark.parametrize("reduction", ["max", "mean"])
 @pytest.mark.parametrize(("window", "block"), [(3, 4), *further((0, 128))])
-def test_importance_is_what_later_queries_make_of_a_key(monkeypatch, reduction, window, block):
+def test_importance_equals_its_definition(monkeypatch, reduction, window, block):
     monkeypatch.setattr(importance, "BLOCK", block)
     documents = np.array([[1] * 13, [1] * 8 + [2] * 5])
     got = computed((0, 1), documents=documents, window=window, reduction=reduction)
@@ -75,7 +75,7 @@ def test_a_worked_example():
     chex.assert_trees_all_close(np.exp(log[:2, 0]), np.array([1.0, 1.5]), rtol=1e-12)
 
 
-def test_nothing_learns_through_importance():
+def test_importance_has_no_gradient():
     def total(k):
         seen_as = FutureAttention(window=1)
         ones = jnp.ones((1, 5, 1))

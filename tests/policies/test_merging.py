@@ -37,7 +37,7 @@ def pooled(x, alpha, omega, window):
     return np.moveaxis(np.array(rows), 1, 2)
 
 
-# Without jit every little operation of a scan is a program of its own.
+# Without jit every small operation of a scan is a separate program.
 means_of = jax.jit(partial_means, static_argnums=4)
 
 
@@ -65,7 +65,7 @@ class HalfPrecisionTest(chex.TestCase):
 @pytest.mark.parametrize("window", [3, *further(None)])
 def test_gradients_equal_finite_differences(window):
     arguments = draw(4)
-    arguments[2] = 0.1 + 0.8 * arguments[2]  # within (0, 1), so that both sides exist
+    arguments[2] = 0.1 + 0.8 * arguments[2]  # within (0, 1), so that both differences exist
     random = np.random.default_rng(5)
     weights = random.normal(size=(2, *arguments[0].shape))
 
@@ -93,8 +93,8 @@ def test_gradients_equal_finite_differences(window):
 
 
 @pytest.mark.parametrize("window", [12, *further(None)])
-def test_nothing_quadratic_in_the_length(window):
-    """Checks that the largest array, gradients included, grows with T, not T * T or T * w."""
+def test_memory_is_linear_in_the_length(window):
+    """The largest array, gradients included, grows with T, not T * T or T * w."""
     length = 512
 
     def loss(k, alpha):
@@ -115,7 +115,7 @@ def shown(q, k, positions=None):
 
 @pytest.mark.parametrize("per", ["head", "layer"])
 @pytest.mark.parametrize("neuron", ["first", "last"])
-def test_decisions_and_importance_are_the_neurons(neuron, per):
+def test_neurons_give_decisions_and_importance(neuron, per):
     random = np.random.default_rng(3)
     q, k = random.normal(size=(1, 9, 6, 4)), random.normal(size=(1, 9, 2, 4))
     policy = DMC(neuron=neuron, offset=0.2, epsilon=0.01, per=per)
@@ -144,8 +144,8 @@ def relaxed(policy, q, k, positions, noise):
 
 
 @pytest.mark.parametrize("window", [3, None])
-def test_the_soft_form_of_a_document_is_that_of_the_document_alone(window):
-    """Checks that no token is merged across packed documents, or counted as merged."""
+def test_soft_form_does_not_cross_documents(window):
+    """No token is merged across packed documents, or counted as merged."""
     random = np.random.default_rng(6)
     q, k = random.normal(size=(1, 11, 4, 4)), random.normal(size=(1, 11, 2, 4))
     noise = random.logistic(size=(1, 2, 11))

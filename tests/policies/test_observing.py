@@ -34,8 +34,8 @@ def rows_chunk(k, count, page_table, lengths, page_size, *, first=0, **fields):
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
-def test_snapkvs_queries_see_what_was_in_use_when_they_were_made(tokens, count):
-    """Their weights, added up, against NumPy; rows were cut before, and have different lengths."""
+def test_snapkv_queries_see_slots_of_their_time(tokens, count):
+    """The sums of their weights against NumPy, for rows cut before, of different lengths."""
     window, newest, lengths, slots = 4, 20, np.array([[9, 7]]), 12
     rng = np.random.default_rng(0)
     ring = rng.standard_normal((1, 2, window, 3, 8))
@@ -69,7 +69,7 @@ def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
 
 
 def test_quest_counts_the_last_page_only_where_it_is_selected():
-    """Three of four pages are read; the last one, of one token, follows them in the table."""
+    """Three of four pages are read; the last page, of one token, follows them in the table."""
     policy = Quest(budget=7, dense_layers=0, force_last_page=False)
     high = np.ones((4, 2), np.float32)
     high[3] = -1
@@ -85,7 +85,7 @@ def test_quest_counts_the_last_page_only_where_it_is_selected():
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**20), evicts=st.booleans())
 def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
-    """Checks that bounds cover the keys that a page now holds, not those overwritten."""
+    """Bounds cover the current keys of a page, not overwritten ones."""
     over = RandomEviction(window=1, rate=0.7) if evicts else Vanilla()
     policy = Quest(dense_layers=0, over=over)
     random = np.random.default_rng(seed)
@@ -126,8 +126,8 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
     assert (lengths < TOKENS).any() == (evicts and marks[..., : TOKENS - 2].any())
 
 
-def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
-    """Checks that a conversation's next prompt starts in the slot of the last answer's victim."""
+def test_dense_prompt_reuses_the_victims_slot():
+    """A conversation's next prompt starts in the slot of the last answer's victim."""
     policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
     state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
     chunk = rows_chunk(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
@@ -143,8 +143,8 @@ def test_a_dense_prompt_takes_the_victims_slot_and_hides_it():
     chex.assert_trees_all_equal(state.rows, np.array([[NOT_STORED] * 2]))
 
 
-def test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it():
-    """Checks the next prompt of a conversation, behind a row whose slots were reused."""
+def test_ratio_window_appends_and_cuts_later_prompt():
+    """The next prompt of a conversation comes after a row with reused slots."""
     policy = StreamingLLM(compression_ratio=2, sinks=1)  # a budget of four
     old = PolicyState(pages=jnp.asarray([[0, 5, 3, 4], [9, 9, 9, 9]], jnp.int32))
     rows = dict(page_table=[[[0, 1]]], lengths=[[4]], page_size=4, first=6, max_lengths=[8])

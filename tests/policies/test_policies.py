@@ -1,4 +1,4 @@
-"""The common behaviour of all policies: names, JSON data, hashing, refusals."""
+"""Common behaviour of all policies: names, JSON, hashing, refusals."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ from dms_jax.policies import (
 )
 from tests.laws.rows import OPTIONS
 
-# What the laws run, and the fields that they leave alone.
+# The options of the laws, and fields that the laws leave at defaults.
 EXAMPLES = [policy for mechanism in OPTIONS.values() for policy in mechanism] + [
     DMS(temperature=0.5, seed=11),
     DMC(epsilon=0.0, temperature=0.3),
@@ -51,7 +51,7 @@ OF_EACH = {type(policy): policy for policy in EXAMPLES}
 
 
 @pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
-def test_policies_travel_as_json(policy):
+def test_policies_round_trip_as_json(policy):
     assert POLICIES[policy.name] is type(policy)
     data = json.loads(json.dumps(policy.to_dict()))
     again = from_dict(data)
@@ -61,7 +61,7 @@ def test_policies_travel_as_json(policy):
 
 
 def test_the_examples_change_every_field_of_every_policy():
-    """Those that a policy inherits are changed for one that has them."""
+    """An inherited field is changed for one of the policies that have it."""
     assert set(OF_EACH) == set(POLICIES.values())
     changed = {
         (type(policy), field.name)
@@ -74,7 +74,7 @@ def test_the_examples_change_every_field_of_every_policy():
 
 
 def test_policies_defined_elsewhere_are_not_registered():
-    """As it is in tests, and by users: it has a name, by which nothing is found."""
+    """Policies of tests and users have names that are not registered."""
 
     @dataclasses.dataclass(frozen=True)
     class TOVA(Knorm):
@@ -184,8 +184,8 @@ PROMPT = dict(seen=0, prompt=4096, max_length=8192)
     ],
     ids=repr,
 )
-def test_how_prompts_are_taken(policy):
-    """In one pass and cut at their end, unless their tokens are to run one by one."""
+def test_prefill_of_each_policy(policy):
+    """In one pass with a cut at the end, unless tokens run one by one."""
     assert (policy.parallel, policy.shrinks) == ("prompts", True)
     assert tokens_in_one_pass(policy, **PROMPT) == 4096
     by_token = dataclasses.replace(policy, prefill="evict_past_budget")
@@ -194,14 +194,14 @@ def test_how_prompts_are_taken(policy):
 
 
 @pytest.mark.parametrize("prefill", ["dense_then_evict", "evict_past_budget"])
-def test_a_window_in_tokens_takes_prompts_in_one_pass_without_a_cut(prefill):
+def test_token_window_prefills_in_one_pass_without_cut(prefill):
     policy = StreamingLLM(budget=64, prefill=prefill)
     assert (policy.parallel, policy.shrinks) == ("always", False)
     assert policy.footprint(8192, page_size=16).at_most == 64
 
 
 def test_shares_are_given_by_name():
-    """The second position is that of each policy's own option."""
+    """The second positional argument is a policy-specific option."""
     assert StreamingLLM(64, 4) == StreamingLLM(budget=64, sinks=4)
     assert Quest(1024, 3).dense_layers == 3
     assert KCache(128, 1).first_layers == 1

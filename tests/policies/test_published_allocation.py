@@ -1,4 +1,4 @@
-"""AdaKV and PyramidKV as their authors' code computes them, transcribed to NumPy."""
+"""AdaKV and PyramidKV against their authors' code, transcribed to NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ def authors_adakv(scores: np.ndarray, budget: int, window: int, alpha: float) ->
 
 @pytest.fixture
 def scores():
-    """Two heads whose scores are a thousand times smaller, in front of a window of 32."""
+    """Two heads, one with scores a thousand times smaller, before a window of 32."""
     drawn = np.random.default_rng(0).random((4, 168)).astype(np.float32)
     return drawn * np.array([[1.0], [0.001], [0.001], [1.0]], np.float32)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("budget", [40, 96, 150])
-def test_adakv_of_the_authors(scores, alpha, budget):
+def test_adakv_equals_the_authors_code(scores, alpha, budget):
     policy = AdaKV(SnapKV(window=32, budget=budget), alpha=alpha, rule="published")
     whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)
     found = np.asarray(policy.select(jnp.asarray(whole)[None], jnp.asarray([[budget]]), token()))[0]
@@ -67,7 +67,7 @@ def test_heads_on_several_devices_compete_as_on_one(scores):
     assert (np.asarray(split(jnp.asarray(whole))) == np.asarray(want)).all()
 
 
-def test_a_head_that_holds_less_than_its_capacity_keeps_what_it_has():
+def test_head_below_capacity_keeps_all_tokens():
     nothing = -jnp.inf
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, nothing, nothing, nothing]]])
     policy = AdaKV(Knorm(budget=2), alpha=1.0, rule="published")
@@ -84,8 +84,8 @@ def budgets(policy, seen: int, layers: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seen", [1500, 2048, 3000, 4000, 8000])
-def test_pyramidkv_gives_on_what_a_short_text_leaves(seen):
-    """Rounded so that the mean is at most the budget, where the authors round the slope."""
+def test_pyramidkv_redistributes_budget_of_short_texts(seen):
+    """We round so that the mean is at most the budget; the authors round the slope."""
     budget, window, layers = 2048, 64, 32
     low = (budget - window) // 20
     high = 2 * (budget - window) - low

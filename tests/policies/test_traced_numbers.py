@@ -1,6 +1,6 @@
-"""Numbers of a policy are arguments of programs; what shapes arrays or chooses code is not.
+"""Numbers of a policy are program arguments; fields that size arrays or select code are static.
 
-That a traced number does what it should is for the laws, whose rows of one form share a program.
+The laws test the effect of traced numbers; their rows of one form share a program.
 """
 
 import copy
@@ -43,8 +43,8 @@ from tests.support.compilations import Compilations
 from tests.support.models import random_model, random_tokens, tiny_config
 
 SCORER = {"budget", "compression_ratio", "interval"}
-# By hand, from what each field does: every other field is part of the program. What is not named
-# here ranks tokens, and has no numbers of its own.
+# Written by hand: every other field is static. Policies not named here rank tokens and have no
+# further numbers.
 TRACED = {
     "Vanilla": set(),
     "DMS": {"alpha_scale", "alpha_offset", "temperature", "seed"},
@@ -69,7 +69,7 @@ TRACED = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_leaves_are_the_numbers(name):
-    """Those of a policy with another one inside it lie in their own fields and in that policy's."""
+    """A policy with an inner policy has its own fields and those of the inner one."""
     over = {"over"} & {field.name for field in dataclasses.fields(POLICIES[name])}
     policy = POLICIES[name](**dict.fromkeys(over, DMS()))
     paths, _ = jax.tree_util.tree_flatten_with_path(policy, is_leaf=lambda x: x is None)
@@ -86,8 +86,8 @@ EXAMPLES = [policy() for policy in POLICIES.values()] + [
 
 
 @pytest.mark.parametrize("policy", EXAMPLES, ids=repr)
-def test_a_policy_survives_its_tree(policy):
-    """It stays a frozen dataclass of plain numbers, equal, hashable, and as JSON."""
+def test_policy_survives_flattening(policy):
+    """It stays a frozen dataclass of plain numbers: equal, hashable, with the same JSON."""
     leaves, structure = jax.tree.flatten(policy)
     again = jax.tree.unflatten(structure, leaves)
     for other in (again, copy.deepcopy(policy), pickle.loads(pickle.dumps(again))):
@@ -116,7 +116,7 @@ def test_the_largest_numbers_fit_in_32_bits(policy):
         assert int(number) == want if is_whole else float(number) == pytest.approx(want, rel=1e-7)
 
 
-def test_options_that_choose_code_are_static():
+def test_options_selecting_code_are_static():
     structure = jax.tree.structure
     assert structure(TOVA(budget=5)) == structure(TOVA(budget=900))
     assert structure(TOVA()) != structure(TOVA(per="head"))
@@ -129,7 +129,7 @@ def test_options_that_choose_code_are_static():
     assert structure(Quest(budget=768)) != structure(Quest(budget=769))
 
 
-def test_a_bound_follows_its_field():
+def test_bounds_follow_their_fields():
     leaves, structure = jax.tree.flatten(Quest(budget=600))
     inside = jax.tree.unflatten(structure, leaves)
     assert inside.bound("budget") == 768
@@ -140,15 +140,15 @@ def test_a_bound_follows_its_field():
         assert other == Quest(budget=int(600 * factor))
         assert other.bound("budget") == bound
         assert jax.tree.structure(other) == jax.tree.structure(Quest(budget=bound))
-    # Whatever stands for a number in a tree leaves the bound as it is.
+    # Placeholders for numbers in a tree do not change the bound.
     for number in (0, np.array(5), np.array([600, 700]), object()):
         assert jax.tree.structure(jax.tree.unflatten(structure, [number])) == structure
-    with pytest.raises(KeyError, match="budget"):  # no number, and no bound that belongs to it
+    with pytest.raises(KeyError, match="budget"):  # no number, and no bound for it
         inside.replaced(budget=np.array(900)).bound("budget")
 
 
-def test_budgets_that_differ_by_little_have_page_tables_of_one_width(monkeypatch):
-    """Of logits of 100 tokens, on pages of 16."""
+def test_similar_budgets_share_a_page_table_width(monkeypatch):
+    """For logits of 100 tokens on pages of 16."""
     widths = []
 
     def stub(transformer, tokens, prompts, policy, *, width):
@@ -161,12 +161,12 @@ def test_budgets_that_differ_by_little_have_page_tables_of_one_width(monkeypatch
     budgets = (15, 63, 64, 95, 96, 500)
     for policy in [*(dataclasses.replace(tova, budget=budget) for budget in budgets), Quest()]:
         model.logits(np.zeros((1, 100), np.int32), policy=policy)
-    # With the token that is read, of 1, 4, 5, 6, 7, 7 and 7 pages; no row has more than 7.
+    # With the current token 1, 4, 5, 6, 7, 7 and 7 pages; no row has more than 7.
     assert widths == [1, 4, 6, 6, 7, 7, 7]
 
 
 @given(ratio=st.floats(1, 2**20), tokens=st.integers(0, 2**24))
-def test_programs_take_the_share_that_the_host_reserves(ratio, tokens):
+def test_programs_and_host_round_shares_equally(ratio, tokens):
     got = share_of(TOVA(compression_ratio=ratio), np.array([tokens], np.int32))
     assert int(got[0, 0]) == share(tokens, ratio)
 
@@ -180,12 +180,12 @@ def share_of(policy, max_lengths):
 @given(
     seed=st.integers(0, 2**20),
     budget=st.integers(1, 40),
-    page_size=st.just(1),  # further ones are further programs
+    page_size=st.just(1),  # further widths are further programs
 )
 @example(seed=0, budget=9, page_size=5)  # one page within two
 @example(seed=0, budget=129, page_size=5)  # 25 within 38
-def test_pages_within_a_bound_are_those_of_a_sort(seed, budget, page_size):
-    """Some scores are equal or infinite; the bound is that of the tokens, in whole pages."""
+def test_pages_within_bound_equal_a_sort(seed, budget, page_size):
+    """Some scores are equal or infinite; the bound is in tokens, rounded to whole pages."""
     pages = budget // page_size
     random = np.random.default_rng(seed)
     score = random.choice([-np.inf, -1.0, 0.0, 0.5, 2.0, np.inf], (2, 1, 3, 80)).astype(np.float32)
@@ -242,7 +242,7 @@ SWEEPS = {
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_compiles_once(name):
-    """Every number of it changes the logits, and none of them compiles a program."""
+    """Every number changes the logits, and none compiles a program."""
     with jax.enable_x64(True):
         sweep(*SWEEPS[name])
 

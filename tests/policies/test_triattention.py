@@ -1,4 +1,4 @@
-"""TriAttention's scores with calibrated centres, and what it makes of a file of them."""
+"""TriAttention's scores with calibrated centres, and files of centres."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ PROMPT, SEEN, LAYER = 4, 21, 1
 
 @pytest.fixture
 def centres(tmp_path):
-    """A file of made-up centres, and its arrays."""
+    """A file of random centres, and its arrays."""
     random = np.random.default_rng(5)
     planes = random.normal(size=(LAYERS, GROUP * HEADS, 30, DIM)) + 0.7
     low, high = np.split(planes, 2, axis=-1)
@@ -58,7 +58,7 @@ def chunk_at(position, factor=1.0) -> Chunk:
 
 
 def scores_of(policy, k, factor=1.0):
-    """Scores of all tokens as a row has them: keys k [S, K, D] rotated with a factor."""
+    """Scores of all tokens of a row, with keys k [S, K, D] rotated with a factor."""
     keys = jnp.asarray(np.moveaxis(factor * k, 0, 1)[None])
     state = PolicyState(rows=Answering(prompt=jnp.full((1, HEADS), PROMPT)))
     rows = Rows(k=keys, v=keys, lengths=jnp.full((1, HEADS), SEEN))
@@ -67,8 +67,8 @@ def scores_of(policy, k, factor=1.0):
 
 @pytest.mark.parametrize("reduction", ["max", "mean"])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_scores_with_calibrated_centres_are_the_published_sum(centres, reduction, factor):
-    """The factor of yarn's rotation is in queries and keys alike: squared."""
+def test_calibrated_scores_equal_the_published_sum(centres, reduction, factor):
+    """Yarn's rotation factor applies to queries and keys, so it is squared."""
     path, arrays = centres
     k = np.random.default_rng(6).normal(size=(SEEN, HEADS, DIM))
     mean, norm = (arrays[name][LAYER].astype(np.float64) for name in ("mean", "norm"))
@@ -89,8 +89,8 @@ def test_scores_with_calibrated_centres_are_the_published_sum(centres, reduction
     chex.assert_trees_all_close(got[:, PROMPT:], factor**2 * want[:, PROMPT:], rtol=1e-4, atol=1e-4)
 
 
-def test_one_query_and_one_distance_give_that_querys_dot_product(tmp_path):
-    """A single query is its own centre: what is left is the attention logit a step ahead."""
+def test_single_query_and_distance_give_its_logit(tmp_path):
+    """A single query is its own centre, so the score is the attention logit one step ahead."""
     random = np.random.default_rng(7)
     query, k = random.normal(size=(DIM,)), random.normal(size=(SEEN, HEADS, DIM))
     mean = np.broadcast_to(query, (LAYERS, GROUP * HEADS, DIM)).astype(np.float32)
@@ -106,7 +106,7 @@ def test_one_query_and_one_distance_give_that_querys_dot_product(tmp_path):
 
 
 def test_centres_are_arguments_of_programs(centres, tmp_path):
-    """A file that was written anew is read anew, also by a program that is kept on disk."""
+    """A rewritten file is reread, also by a program stored on disk."""
     path, arrays = centres
     policy = dms_jax.TriAttention(statistics=path)
     leaves, tree = jax.tree.flatten(policy)
@@ -143,8 +143,8 @@ def test_wrong_files_are_refused(centres, tmp_path):
 
 
 @pytest.mark.nightly
-def test_centres_of_a_model_are_those_of_its_queries(tmp_path):
-    """Those that the policy itself gathers while it reads the same text."""
+def test_centres_equal_those_of_the_models_queries(tmp_path):
+    """The policy gathers the same centres when it reads the same text."""
     model = stories()
     tokens = np.random.default_rng(0).integers(3, 500, (2, 40))
     policy = calibrate_queries(model, tokens, tmp_path / "deep" / "queries.safetensors")
@@ -158,7 +158,7 @@ def test_centres_of_a_model_are_those_of_its_queries(tmp_path):
     assert both["mean"].shape == (config.num_layers, config.num_heads, config.head_dim)
     low, high = np.split(one["mean"], 2, axis=-1)
     assert (one["norm"] >= np.hypot(low, high) - 1e-6).all()
-    # With these centres it runs, and cuts.
+    # With these centres the policy runs and cuts.
     small = dataclasses.replace(policy, budget=12, interval=8)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=40)
     out = dms_jax.generate(model, [[1, 5, 9]], policy=small, sampling=sampling)
@@ -181,10 +181,10 @@ def test_centres_of_one_row_of_tokens_are_refused(tmp_path, pytestconfig):
         (4, 16, 15, False, False),
         (4, 16, 12, True, True),
         (4, 16, 11, True, False),
-        (12, 40, 40, False, False),  # the prompt alone fills the budget: it is not cut
+        (12, 40, 40, False, False),  # the prompt alone fills the budget; no cut
     ],
 )
-def test_when_rows_are_cut(prompt, seen, held, counts_prompt, due):
+def test_rows_are_cut_at_multiples_of_the_interval(prompt, seen, held, counts_prompt, due):
     policy = dms_jax.TriAttention(budget=12, interval=4, counts_prompt=counts_prompt)
     state = PolicyState(rows=Answering(prompt=jnp.full((1, HEADS), prompt)))
     chunk = chunk_at(seen - 1)

@@ -1,4 +1,4 @@
-"""One server for the tests that do not change it; most run it on fake programs."""
+"""One server, mostly on fake programs, for all tests that do not change it."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def fakes():
     """Programs compute nothing; see `tests/support/fake_programs.py`."""
-    from tests.support.fake_programs import faked  # not above: tests/conftest.py sets jax up first
+    from tests.support.fake_programs import faked  # after tests/conftest.py has set up jax
 
     with faked():
         yield

@@ -40,7 +40,7 @@ PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 
 @functools.cache
 def stories() -> dms_jax.LanguageModel:
-    """The shipped model without end tokens, so that answers are as long as they are asked for."""
+    """The shipped model without end tokens, so that answers reach their requested length."""
     model = dms_jax.load(assets.path("stories260k"))
     model.tokenizer.chat_template = TEMPLATE
     return dataclasses.replace(model, generation=type(model.generation)())

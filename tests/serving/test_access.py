@@ -88,7 +88,7 @@ def test_key_is_required_except_for_health():
         assert status_of(access, "/health", authorization=given) == 200
     assert status_of(access) == 401
     assert status_of(access, "/health", host="evil.example") == 403
-    for given, status in (("two", 200), ("three", 401)):  # as Anthropic's clients send it
+    for given, status in (("two", 200), ("three", 401)):  # in the header of Anthropic's clients
         assert status_of(access, x_api_key=given) == status
 
 
@@ -144,7 +144,7 @@ def test_loopback_addresses():
 
 @pytest.fixture(scope="module")
 def guarded():
-    """A client of a server with a key and a page that may ask."""
+    """A client of a server with a key and an allowed web page."""
     with serving(access=Access(("secret",), origins=("https://chat.example",))) as made:
         yield made
 

@@ -25,7 +25,7 @@ def client():
 
 
 def expected(slot: int, new_tokens: int) -> str:
-    """What the fakes answer to the prompt under the adapter of a slot."""
+    """Returns the fakes' answer to the prompt under the adapter of a slot."""
     tokenizer = stories().tokenizer
     prompt = tokenizer.encode(PROMPT)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=new_tokens)
@@ -34,7 +34,7 @@ def expected(slot: int, new_tokens: int) -> str:
 
 
 def test_requests_select_adapter_by_model(client):
-    """All at once in four lanes, twice: the second time from prefixes, each of its own adapter."""
+    """All together in four lanes, twice: the second time from the prefixes of each adapter."""
     body = dict(prompt=PROMPT, temperature=0, max_tokens=24)
     asked = [*MODELS, None] * 3
     for cached in (False, True):
@@ -91,7 +91,7 @@ def tokens() -> list[int]:
 
 
 def test_adapter_is_replaced_between_requests():
-    """Running requests finish with the old one, new ones wait, and others go on."""
+    """Running requests finish with the old adapter, new ones wait, other adapters go on."""
     service, new = make_service(adapters={each: adapted(each) for each in "ab"}), adapted("c")
     old = service.engine.runner.slots
     threads, log, ends = [], [], {name: threading.Event() for name in ("first", "later", "b")}
@@ -127,7 +127,7 @@ def test_adapter_is_replaced_between_requests():
         service.drain(0.0)
     assert {before for name, before in log if name == "first"} == {True}
     assert {before for name, before in log if name == "later"} == {False}
-    assert ("b", True) in log  # beside the first, not behind the change
+    assert ("b", True) in log  # beside the first request, not after the change
     assert service.engine.runner.slots.adapters[1] is not old.adapters[1]
     with pytest.raises(DrainingError, match="about to end"):
         service.replace_adapter("a", new)

@@ -32,7 +32,7 @@ PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def weather(text):
-    """Calls the tool, and says what it has said."""
+    """Calls the tool, then repeats its result."""
     if "<tool_response>\nsunny" in text:
         return SUNNY
     if "# Tools" not in text:
@@ -176,7 +176,7 @@ def in_channels(text):
 
 
 def test_harmony_answer():
-    """Thoughts are marked without tools too; each result follows its call."""
+    """Reasoning is marked without tools too; each result follows its call."""
     with scripted("harmony", in_channels) as client:
         answer = client.ask(chat=True, messages=[USER], reasoning_effort="low")
         message = answer["choices"][0]["message"]
@@ -233,7 +233,7 @@ def test_response_items_round_trip(client):
     items = [{"type": "message", **USER}, *first["output"], result]
     second = client.post(RESPONSES, input=items, **asked)
     assert second["output"][0]["content"][0]["text"] == SUNNY
-    # The items of one answer are one message.
+    # All items of one answer are one message.
     again = client.service.prompts[-1]
     assert again.startswith(prompt + "<think>\nI look.\n</think>\n\nOne moment.\n<tool_call>")
     assert again.count("<|im_start|>assistant") == 2
@@ -520,7 +520,7 @@ def test_guided_regex_and_choice(client, fields):
     assert ("yes" in grammar.source) == ("choice" in str(fields))
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 BAD = {"type": "object", "properties": {"a": {"type": "objekt"}}}
 NAMED = {"type": "function", "function": {"name": "g"}}
@@ -534,7 +534,7 @@ def json_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-# Beside a question in the API's form: more fields, the field that is named, words of the message.
+# Further fields of a request, the field named in the error, and words of the message.
 REFUSED_CHAT = [
     (dict(tools=[TOOL, TOOL]), "tools", "'get_weather' is the name of 2"),
     (dict(tools=[{"type": "custom"}]), "tools", 'must be {"type": "func'),
@@ -562,7 +562,7 @@ REFUSED_CHAT = [
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",
     ),
-    (  # an answer may call it in place of its JSON
+    (  # an answer may call the tool instead of its JSON
         dict(tools=[tool(parameters={"properties": []})], response_format={"type": "json_object"}),
         "tools",
         "tools[0] (get_weather): The grammar cannot be compiled",

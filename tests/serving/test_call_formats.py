@@ -1,4 +1,4 @@
-"""Parsing of answers: thoughts, content and calls do not depend on chunks."""
+"""Parsed reasoning, content and calls do not depend on chunks."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ HARMONY = AnswerForm("channels", calls="harmony", tools=TOOLS, parallel=False)
 THINKS = AnswerForm(thinks="yes")
 MAY_THINK = AnswerForm(thinks="perhaps")
 
-# How an answer is read, its text; what it thinks, says and calls.
+# The format, the text of an answer; its reasoning, content and calls.
 ANSWERS = [
     (HERMES, "only text\n\n", "", "only text\n\n", []),
     (
@@ -249,7 +249,7 @@ def test_arguments_are_streamed():
 
 
 def test_long_parameters_are_scanned_once():
-    """Agents write whole files, which must not be scanned again for every token."""
+    """Agents write whole files, which must not be rescanned for every token."""
     reader = AnswerReader(CODER)
     reader.read("<tool_call>\n<function=f>\n<parameter=text>\n")
     start = time.process_time()
@@ -315,7 +315,7 @@ BEGINNINGS = {
     "mistral": "[TOOL_CALLS]",
     "harmony": "<|channel|>commentary",
 }
-# What an answer without a call begins with.
+# The beginning of an answer without a call.
 PROSE = {
     "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     "<|channel|>final<|message|>"
@@ -323,7 +323,7 @@ PROSE = {
 
 
 def asked(form, *, strict, **fields):
-    """A request, as it is parsed, and the vocabulary of its model for grammars."""
+    """A parsed request, and its model's vocabulary for grammars."""
     tokenizer = stories().tokenizer
     template = TEMPLATES.get(form, TEMPLATES["hermes"])
     before, tokenizer.chat_template = tokenizer.chat_template, template
@@ -347,7 +347,7 @@ def vocabulary():
 
 
 def walk(source, seed, beginning=""):
-    """The text of tokens that a grammar allows, at random behind a beginning."""
+    """A random text that a grammar allows after a given beginning."""
     draw, text, tokens = random.Random(seed), [], vocabulary()
     matcher = llguidance.LLMatcher(tokens, source, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -388,7 +388,8 @@ def test_required_call_is_forced(form, choice, names, parallel):
     options = dict(tool_choice=choice, parallel_tool_calls=parallel)
     options["chat_template_kwargs"] = {"enable_thinking": False}
     parsed = asked(form, strict=False, **options)
-    begun = BEGINNINGS[form] if form == "harmony" else ""  # else most of them only think
+    # Otherwise most answers of harmony are only reasoning.
+    begun = BEGINNINGS[form] if form == "harmony" else ""
     found = [walk(parsed.sampling.grammar.source, seed, begun) for seed in range(12)]
     answers = [Answer.of(parsed.form, text) for text in found if text is not None]
     assert len(answers) >= 6

@@ -1,7 +1,7 @@
-"""The clients that people have, unchanged, against answers from a script and against real models.
+"""Real clients, unchanged, against scripted answers and against real models.
 
-They are programs of their own: those of `tests/serving/clients`, and whole ones (Codex, Claude
-Code, lm-evaluation-harness, guidellm). `make clients` fetches their packages and SmolLM2.
+They run in separate processes: the programs of `tests/serving/clients`, Codex, Claude Code,
+lm-evaluation-harness and guidellm. `make clients` fetches their packages and SmolLM2.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def _packages():
 
 
 def run(*command, cwd=CLIENTS / "node", **environment):
-    """Runs a program with the packages of `make clients`; returns what it writes."""
+    """Runs a program with the packages of `make clients`; returns its output."""
     paths = os.pathsep.join([str(CLIENTS / "python"), str(ROOT)])
     done = subprocess.run(
         [*map(str, command)],
@@ -69,7 +69,7 @@ def call_of(name, **arguments):
 
 
 def trip(text):
-    """Finds the warmest of three cities; says what the tools have said."""
+    """Finds the warmest of three cities; repeats the tools' results."""
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text)
     match len(results):
         case 0:
@@ -105,7 +105,7 @@ def node():
 
 
 def test_openai_javascript_client():
-    """Node looks for packages beside the program, which is copied to them."""
+    """Node looks for packages beside the program, so the program is copied there."""
     copied = CLIENTS / "node" / "openai_client.mjs"
     shutil.copyfile(PROGRAMS / "openai_client.mjs", copied)
     with scripted("hermes", script) as client:
@@ -122,7 +122,7 @@ def folder(tmp_path):
 
 
 def reads_the_note(tool, **arguments):
-    """Returns a script that reads the note with a tool, if there is that, and says what it has."""
+    """Returns a script that reads the note with a tool, if available, and repeats its text."""
 
     def answer(text):
         if f'"name": "{tool}"' not in text:
@@ -190,7 +190,7 @@ def path(request, tmp_path):
 
 
 def saved_tokenizer(path, folder):
-    """The model in float32, and a folder from which transformers reads its tokenizer."""
+    """The model in float32, and a tokenizer folder for transformers."""
     model = dms_jax.load(path, dtype="float32")
     folder.mkdir()
     (folder / "tokenizer.json").write_text(model.tokenizer.backend.to_str())
@@ -203,7 +203,7 @@ def saved_tokenizer(path, folder):
 
 @contextlib.contextmanager
 def serving_model(model, **more):
-    """A client of a server of a model, which has the name "stories" whatever it is."""
+    """A client of a server whose model is named "stories"."""
     shape = dict(page_size=64, chunk=8, prefill_chunk=256)
     options = dict(policy=dms_jax.Vanilla(), max_tokens=400, max_waiting=64, **shape)
     with serving(model=model, **options | more) as client:
@@ -211,7 +211,7 @@ def serving_model(model, **more):
 
 
 def test_clients_read_structured_answers(path):
-    """Loops of five turns; of one with SmolLM2, whose every token takes a tenth of a second."""
+    """Loops of five turns; of one turn with SmolLM2, which takes a tenth of a second per token."""
     model, turns = dms_jax.load(path, dtype="float32"), 5 if path.is_dir() else 1
     model.tokenizer.chat_template = TEMPLATE
     with serving_model(model, max_tokens=512, call_format="hermes") as client:
@@ -221,7 +221,7 @@ def test_clients_read_structured_answers(path):
 
 
 def evaluated(folder, tasks, *command):
-    """Runs lm-evaluation-harness; returns the scores of tasks, and the answers to each question."""
+    """Runs lm-evaluation-harness; returns the scores of tasks and the answers."""
     options = ("--tasks", tasks, "--include_path", TASKS, "--log_samples", "--output_path", folder)
     run(sys.executable, "-m", *command, *options, cwd=TASKS, HF_HOME=folder / "hf")
     (file,) = folder.rglob("results_*.json")
@@ -265,7 +265,7 @@ def test_lm_eval_over_http_equals_harness(path, tmp_path):
 
 
 def test_guidellm_report_matches_metrics(path, tmp_path):
-    """20 requests of random lengths, four at a time, that go on behind their end."""
+    """20 requests of random lengths, four at a time, which ignore end tokens."""
     asked = tmp_path / "asked.jsonl"
     rows = [
         {"prompt": f"{n} cats and {n * 'a dog, '}", "output_tokens_count": 8 + n} for n in range(20)
@@ -288,7 +288,7 @@ def test_guidellm_report_matches_metrics(path, tmp_path):
     (report,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     assert report["request_totals"] == dict(successful=20, errored=0, incomplete=0, total=20)
     each = report["requests"]["successful"]
-    # Each of its processes asks for one token first.
+    # Each of guidellm's processes first asks for one token.
     trials = made["answers"] - 20
     assert made["generation_tokens"] == sum(one["output_tokens"] for one in each) + trials
     trial = len(model.tokenizer.encode("Test connection"))

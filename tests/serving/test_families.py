@@ -37,7 +37,7 @@ def with_letters(model: dms_jax.LanguageModel) -> dms_jax.LanguageModel:
 
 @pytest.mark.parametrize("family", nightly_but(set(), KINDS))
 def test_a_chat_is_answered(family):
-    """With the tokens that one pass over prompt and answer has as its most likely ones."""
+    """The answer has the likeliest tokens of one pass over prompt and answer."""
     model = with_letters(load(GOLDEN / KINDS[family], untrained=True))
     grows = model.config.num_full_layers > 0
     policy = dms_jax.TOVA(budget=8, prefill="evict_past_budget") if grows else dms_jax.Vanilla()

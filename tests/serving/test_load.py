@@ -66,7 +66,7 @@ def test_disconnect_frees_pages(held, stream):
 
 
 def test_full_queue_says_when_to_retry(held, monkeypatch):
-    """None has ended after 7.5 seconds, so one more is expected in 7.5 seconds."""
+    """No answer has ended after 7.5 seconds, so one more is expected in 7.5 seconds."""
     client, go_on, _ = held
     answers, now = [], [100.0]
     monkeypatch.setattr(client.service._turnover, "clock", lambda: now[0])
@@ -101,7 +101,7 @@ def test_retry_after_follows_rate():
     now = [10.0]
     turnover = service_module.Turnover(clock=lambda: now[0])
     turnover.start()
-    assert turnover.retry_after(1) == 1  # nothing is known, and nobody is told to come at once
+    assert turnover.retry_after(1) == 1  # without data the client still gets a delay
     now[0] = 13.0
     assert turnover.retry_after(1) == 3
     turnover.start()
@@ -112,7 +112,7 @@ def test_retry_after_follows_rate():
     assert turnover.retry_after(4) == 2
     assert turnover.retry_after(6) == 5  # behind the four
     now[0] += 4
-    assert turnover.retry_after(1) == 2  # 10 in 9 seconds, and one second of what was promised
+    assert turnover.retry_after(1) == 2  # 10 in 9 seconds, and one second of the promised delay
     assert turnover.retry_after(1000) == 60
     assert turnover.retry_after(1) == 60
     turnover.start()
@@ -204,7 +204,7 @@ def test_error_ends_only_running_requests(held, monkeypatch):
     go_on.set()
     for thread in (whole, *later):
         thread.join(60)
-    status, text = answers["whole"]  # in terms of what was asked, not of the engine's
+    status, text = answers["whole"]  # in terms of the request, not of the engine
     assert status == 400
     error = json.loads(text)["error"]
     assert error["code"] == "context_length_exceeded"
@@ -214,7 +214,7 @@ def test_error_ends_only_running_requests(held, monkeypatch):
         f"here, even alone: it was full at token {prompt} of these. Shorten the prompt, or ask "
         "for a shorter answer."
     )
-    status, text = answers["stream"]  # it had begun, so the error is its last event
+    status, text = answers["stream"]  # its stream had begun, so the error is its last event
     assert status == 200
     assert json.loads(text.split("data: ")[-1])["error"]["type"] == "server_error"
     status, text = answers["last"]
@@ -278,7 +278,7 @@ def test_cancel_survives_failed_chunk(monkeypatch):
 
 
 def test_failing_metrics_lose_no_answer(monkeypatch):
-    """Metrics are counted in the listener that all answers pass through."""
+    """The listener of all answers counts metrics."""
 
     def failing(self, completion, since):
         raise RuntimeError("cannot be counted")
@@ -355,7 +355,7 @@ def test_preempted_request_continues_after_capacity_error(monkeypatch):
 
 
 def together(model, prompts, sampling):
-    """What a service answers to prompts that come at once: the tokens, or the error."""
+    """Returns the answers of a service to simultaneous prompts: tokens or an error."""
     deltas: dict[int, list] = {number: [] for number in range(len(prompts))}
     service = Service(model, num_lanes=LANES, max_tokens=64, **SHAPE)
     with service._changed:  # so that they are let in together
@@ -372,7 +372,7 @@ def together(model, prompts, sampling):
 
 
 def test_nan_logits_end_only_their_request():
-    """After a token that is in one prompt, and that one answer reaches later."""
+    """After a token that occurs in one prompt, and later in one answer."""
     sampling = Sampling(temperature=1.0, seed=BREAKS, max_new_tokens=12)
     prompts = [[1, number] for number in range(10, 200)]
     wants = {tuple(prompt): answer(prompt, sampling) for prompt in prompts}
@@ -387,7 +387,7 @@ def test_nan_logits_end_only_their_request():
 
 
 def test_nan_logits_end_chain_that_left_its_lane():
-    """It shared its prompt with a running one, and there was no memory for its copy."""
+    """It shared the prompt of a running request, and there was no memory for its copy."""
     service, deltas = make_service(), []
     indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), deltas.append)
     requests = [service._jobs[index].request for index in indices]
@@ -415,7 +415,7 @@ def test_prompt_must_fit_before_cut():
     assert make_service(**options).submit(*asked) == [0]
     cut = make_service(dms_jax.TOVA(budget=24), **options)
     with pytest.raises(CapacityError, match=r"at least 200 .* has room for 144"):
-        cut.submit(*asked)  # the 25 slots that are left of it would fit
+        cut.submit(*asked)  # the 25 slots that remain after the cut would fit
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])

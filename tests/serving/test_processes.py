@@ -35,7 +35,7 @@ OURS = [
 def started():
     """The HTTP process and its port, before it has a model.
 
-    Its end does not interrupt the test: most end it, and do not serve in the main thread.
+    Its end does not interrupt the test: most tests end it and do not serve in the main thread.
     """
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
         server._monitoring = False
@@ -67,7 +67,7 @@ def both():
 
 
 def asked(client, answers, index, **body):
-    """Streams an answer, and keeps its text and chunks."""
+    """Streams an answer and returns its text and chunks."""
     chunks = client.stream(chat=index % 2 == 1, **body)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     texts = [each.get("text", each.get("delta", {}).get("content")) or "" for each in choices]
@@ -75,7 +75,7 @@ def asked(client, answers, index, **body):
 
 
 def test_concurrent_streams_equal_single_answers(both):
-    """Texts of several bytes a character, log-probabilities, chats and completions, together."""
+    """Multi-byte characters, log-probabilities, chats and completions, all together."""
     client, _ = both
     hot = dict(temperature=30, max_tokens=60)
 
@@ -204,7 +204,7 @@ def test_http_ends_if_engine_dies_before_loading():
 
 @pytest.mark.nightly
 def test_end_of_http_interrupts_startup():
-    """A model may compile for minutes; exceptions raised in a callback of jax are lost."""
+    """A model may compile for minutes, and exceptions raised in a jax callback are lost."""
     before = signal.getsignal(signal.SIGURG)
     said = pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)")
     compiled = threading.Event()
@@ -248,7 +248,7 @@ def test_http_notifies_clients_if_engine_dies(monkeypatch):
 
 
 class Unreadable:
-    """A message that cannot be unpickled, or not even pickled."""
+    """A message that cannot be unpickled or pickled."""
 
     def __init__(self, *, sent: bool):
         self.sent = sent
@@ -269,7 +269,7 @@ def test_broken_message_ends_both_processes(sent):
         engine = EngineServer(service, server._connection, served(service), gone.set)
         engine.start()
         client, answers = Client(port, service, engine), []
-        assert client.get("/health")[0] == 503  # the engine has not begun, so that the next waits
+        assert client.get("/health")[0] == 503  # the next request waits for the engine
         waits = threading.Thread(
             target=lambda: answers.append(client.ask(status=503, max_tokens=3, **PROMPT))
         )
@@ -290,12 +290,12 @@ def test_unreadable_message_from_http_disconnects():
         theirs.sendall(LENGTH.pack(3) + b"abc")
         assert gone.wait(60)
         theirs.settimeout(60)
-        while theirs.recv(2**16):  # what is served, and then the end
+        while theirs.recv(2**16):  # the description of the service, then the end
             pass
 
 
 def serve(server, service, begin, ended):
-    """Serves in this thread, the main one, while `begin` runs in another until it has ended."""
+    """Serves in the main thread while `begin` runs in another thread until the server has ended."""
     service.start()
     thread = threading.Thread(target=begin)
     thread.start()
@@ -316,7 +316,7 @@ def interrupted_by_ctrl_c():
 
 @pytest.mark.nightly
 def test_dropped_interrupt_ends_server_on_serve(interrupted_by_ctrl_c):
-    """An exception in a callback of the garbage collector, which jax has, is dropped."""
+    """Python drops exceptions in garbage collector callbacks, and jax has such a callback."""
     with started() as (server, _):
         service, ended = make_service(), threading.Event()
         with contextlib.suppress(KeyboardInterrupt):
@@ -365,7 +365,8 @@ def test_only_second_interrupt_skips_drain(signals, monkeypatch):
             client = Client(port, service, None)
             try:
                 told.append(client.get("/health")[0])
-                # That of HTTP may hear it first, from a supervisor of both: it does not mind.
+                # The HTTP process may get the signal first, from a supervisor of both, and ignores
+                # it.
                 os.kill(server._process.pid, getattr(signal, signals[0]))
                 time.sleep(0.5)
                 told.append(client.get("/health")[0])

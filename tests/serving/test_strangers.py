@@ -93,7 +93,7 @@ def test_service_errors_have_openai_code():
 
 @pytest.mark.parametrize("prompt", ["a" * 20_000, [{"role": "user", "content": "a" * 20_000}]])
 def test_huge_text_is_refused_before_tokenizing(prompt, monkeypatch):
-    """512 positions: 16,384 characters are looked at."""
+    """512 positions: at most 16,384 characters."""
     model = stories()
 
     def encode(*given, **more):
@@ -316,7 +316,7 @@ def head(path="/v1/completions", size=10):
 
 
 def ended(connection, seconds=30.0):
-    """Returns what the server sends until it closes a connection."""
+    """Returns the server's output until it closes a connection."""
     connection.settimeout(seconds)
     came = b""
     with contextlib.suppress(ConnectionResetError):
@@ -347,7 +347,7 @@ def test_incomplete_head_times_out(client, monkeypatch, sent):
         connection.sendall(sent)
         stop = threading.Event()
 
-        def trickle():  # a letter now and then
+        def trickle():  # a slow trickle of letters
             with contextlib.suppress(OSError):
                 while not stop.wait(0.2):
                     connection.sendall(b"a")
@@ -418,7 +418,7 @@ def test_slow_receiver_times_out(client, monkeypatch):
 
 
 def test_incomplete_requests_are_closed_when_full(monkeypatch):
-    """A file limit, or the number of connections, must not keep others from an answer."""
+    """Neither the file limit nor the number of connections may block other clients."""
     monkeypatch.setattr(http_process, "max_connections", lambda answers: (8, 4))
     with serving() as client, contextlib.ExitStack() as stack:
         for sent in (b"", b"GET", head(size=1000)) * 10:
@@ -518,7 +518,7 @@ def test_engine_failure_ends_all_requests(monkeypatch, error):
 
 
 def test_error_during_recovery_ends_engine(monkeypatch):
-    """Nobody waits for a thread that has ended."""
+    """No client may wait for a thread that has ended."""
     service, told = make_service(), []
     fail(service, monkeypatch, ValueError("oh"))
     monkeypatch.setattr(service, "_recover", lambda error: 1 / 0)
@@ -568,7 +568,7 @@ def test_address_is_exclusive_from_start():
         for host in ("127.0.0.1", "0.0.0.0"):
             with pytest.raises(dms_jax.ConfigError, match=rf"--port {port}: .*in use\. Another"):
                 take_address(host, port)
-        # Who comes early waits.
+        # Early clients wait.
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    with take_address("127.0.0.1", port):  # at once, although a client was there
+    with take_address("127.0.0.1", port):  # at once, although a client is connected
         pass

@@ -47,7 +47,7 @@ def places(tokens, text, own):
 
 
 def encoded(text, own):
-    """A prompt and the tokens of a text behind it; None if the tokenizer cannot write the text."""
+    """A prompt and the tokens of a text after it; None if the tokenizer cannot encode the text."""
     prompt = own.encode("So", False)
     tokens = own.encode("So" + text, False)[len(prompt) :]
     whole = own.decode(prompt + tokens)[len(own.decode(prompt)) :]

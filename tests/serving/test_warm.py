@@ -1,4 +1,4 @@
-"""A warm server compiles nothing, whatever requests come."""
+"""A warm server compiles nothing, for any requests."""
 
 import threading
 from typing import Any, NamedTuple
@@ -24,14 +24,13 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 class Setting(NamedTuple):
-    """What a policy is served with.
+    """The serving options of a policy.
 
     Attributes:
       policy: the policy.
-      slots: the slots of a row, averaged over rows: too few for all lanes, so that answers are
-        recomputed.
-      page_size: of 4 tokens there are two widths of page tables, of 8 there is one.
-      prefill_chunk: of 64 tokens there are two widths of prompts, of 16 there is one.
+      slots: the slots of a row, averaged over rows: too few for all lanes, which causes preemption.
+      page_size: with 4 tokens there are two widths of page tables, with 8 there is one.
+      prefill_chunk: with 64 tokens there are two widths of prompts, with 16 there is one.
     """
 
     policy: dms_jax.Policy
@@ -40,9 +39,9 @@ class Setting(NamedTuple):
     prefill_chunk: int
 
 
-# All widths of prompts with all widths of page tables; then prompts that are told from answers with
-# each of these, on pages that are read by choice and behind cuts; then prompts whose first tokens
-# attend in one pass, and the others one by one.
+# All widths of prompts with all widths of page tables; then policies that treat prompts and answers
+# differently with each of these, with selected pages and with cuts; then prompts whose first tokens
+# attend in one pass and the others one by one.
 SETTINGS = {
     "vanilla": Setting(dms_jax.Vanilla(), 240, page_size=4, prefill_chunk=64),
     "Quest": Setting(dms_jax.Quest(budget=24, dense_layers=0), 240, page_size=8, prefill_chunk=64),
@@ -100,7 +99,7 @@ class Clients:
         for length in (5, 60, 120):
             self.send(length, 20, SAMPLINGS[1], choices=3)
         self.wait(9)
-        # Short prompts that come at once, whose answers outgrow the pool together.
+        # Short simultaneous prompts whose answers together outgrow the pool.
         asked = dms_jax.Sampling(max_new_tokens=150, **SAMPLINGS[2])
         self._service.submit([self._prompt(4) for _ in range(4)], asked, self._listen)
         for number, length in enumerate(self._random.integers(1, 150, 24).tolist()):
@@ -136,8 +135,8 @@ def test_warm_server_compiles_nothing(name, monkeypatch):
     widths = service.engine.runner.reservation.table_widths()
     assert len(widths) == (2 if page_size == 4 else 1)
     assert name == "TOVA" or widths[-1] == MAX_TOKENS // page_size
-    # Prompts of each width, each for many and for few and with each width of page tables; answers
-    # that are recomputed, where a policy tells them from prompts; a few small programs.
+    # Prompts of each width, for many and for few lanes, with each width of page tables; recomputed
+    # answers, if the policy treats them differently from prompts; a few small programs.
     assert compilations.of(service.warm) <= 24
     recomputed, add = [], PrefillQueue.add
 

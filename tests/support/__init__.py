@@ -1,1 +1,1 @@
-"""Helpers that are shared by the tests of several packages."""
+"""Helpers shared by tests of several packages."""

@@ -1,8 +1,8 @@
-"""Programs compiled ahead of time for absent devices; their reports are kept from run to run.
+"""Compiles programs ahead of time for absent devices, and caches the compiler's reports.
 
-jax keeps executables, and cannot read one back without the device that it is for. Tests need the
-text and the memory of such a program: these are kept beside jax's own cache, by a hash of all that
-the compiler is given. A changed program, option or compiler is compiled again.
+jax caches executables, but cannot load one without its device. Tests need only the text and the
+memory of a program: these are cached beside jax's own cache, keyed by a hash of all compiler
+inputs. A changed program, option or compiler is compiled again.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Where `make gpu-compiler` puts the plugin, and `.ci/newest` that of another jax: in the
-# environment of Python it would slow every start of jax.
+# The folder of the plugin of `make gpu-compiler`, and that of `.ci/newest` for another jax; in
+# Python's environment the plugin would slow every start of jax.
 _ROOT = Path(__file__).resolve().parents[2]
 GPU_COMPILER = _ROOT / os.environ.get("GPU_COMPILER", ".gpu_compiler")
-# What compiles, and what tells it how beside the options of a program.
+# The compiler's packages, and environment variables that change its output.
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_ACCELERATOR_TYPE")
 SETTINGS = ("jax_disable_most_optimizations", "jax_optimization_level")
@@ -26,7 +26,7 @@ SETTINGS = ("jax_disable_most_optimizations", "jax_optimization_level")
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a program needs; see `jax.stages.Compiled.memory_analysis`."""
+    """The memory of a program; see `jax.stages.Compiled.memory_analysis`."""
 
     alias_size_in_bytes: int
     argument_size_in_bytes: int
@@ -36,22 +36,22 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a compiler said of a program: its text, and its memory."""
+    """The compiler's report on a program: its text and memory."""
 
     text: str
     memory: Memory
 
 
 def compile_ahead(lowered: Any, target: str, options: dict[str, Any] | None = None) -> Report:
-    """Compiles a lowered program, or reads what the compiler said of it before.
+    """Compiles a lowered program, or reads its cached report.
 
     Args:
-      lowered: what `jax.jit(f).lower` returns.
-      target: what it is lowered for: the topology, or the kind and number of devices.
-      options: options of the compiler beside those that the function was jitted with.
+      lowered: the result of `jax.jit(f).lower`.
+      target: the topology, or the kind and number of devices.
+      options: compiler options beside those of the jitted function.
 
     Raises:
-      Whatever the compiler raises: failures are not kept.
+      The compiler's errors; failures are not cached.
     """
     kept = _place(lowered, target, options)
     if kept is not None and kept.exists():
@@ -72,8 +72,8 @@ def compile_ahead(lowered: Any, target: str, options: dict[str, Any] | None = No
 
 
 def _place(lowered: Any, target: str, options: dict[str, Any] | None) -> Path | None:
-    """Returns the file of a program's report, or None where nothing is kept."""
-    import jax  # not at the top: tests/conftest.py sets jax up first
+    """Returns the file of a program's report, or None without a cache."""
+    import jax  # after tests/conftest.py has set up jax
 
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if not folder:

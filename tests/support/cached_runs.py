@@ -1,10 +1,10 @@
-"""Runs of sequences through the paged cache in ragged chunks, for comparison with an oracle.
+"""Runs sequences through the paged cache in ragged chunks, for comparison with an oracle.
 
-They go through a whole model, or through the attention of its layers alone (`attend_cached`).
+They run through a whole model, or only through the attention of its layers (`attend_cached`).
 
 The pool (and a policy's state per page) is initialized with NaN, the pages of a row are scattered
-over it, and a row has no more of them than its declared need: reading an unwritten slot, or writing
-beyond the need, shows in the outputs.
+over it, and a row has only as many pages as it declares to need: reading an unwritten slot, or
+writing beyond these pages, changes the outputs.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Part:
     """One call: counts[b] tokens of each sequence, padded to `width`.
 
     `ends_prompt[b]` marks sequences whose prompt they complete; None if there are none. With
-    `places` all but attention is computed for so many tokens in line. They attend in one pass if
-    nothing is evicted before them (`whole`), or if the policy says so.
+    `places`, everything but attention runs over that many packed tokens. Tokens attend in one pass
+    if nothing is evicted before them (`whole`), or if the policy says so.
     """
 
     counts: np.ndarray
@@ -141,7 +141,7 @@ def run_layers(
 ) -> Chunked:
     """Runs a chunk through the attention of every layer and nothing else.
 
-    Layers are given their tokens [L, B, T, ...]; the outputs are those of attention, by token.
+    Layers get their tokens [L, B, T, ...]; the outputs are attention's, by token.
     """
     num_layers, width = tokens.q.shape[0], tokens.q.shape[2]
     positions = cache.seen[:, None] + jnp.arange(width, dtype=cache.seen.dtype)
@@ -245,7 +245,7 @@ def poisoned_cache(
 
 
 def _poison(pages: jax.Array) -> jax.Array:
-    """Pages of NaN; packed integers cannot say it, but their scales are NaN."""
+    """Fills pages with NaN; packed integers have no NaN, but their scales do."""
     return jnp.full_like(pages, jnp.nan if jnp.issubdtype(pages.dtype, jnp.floating) else 255)
 
 
@@ -263,8 +263,8 @@ def ragged_parts(
     """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise.
 
     Chunks of a prompt hold up to `width` tokens, and are padded to `padded`, or to `width`. With
-    `places` chunks of all sequences together hold no more than so many. The first `whole[b]` tokens
-    of each prompt have chunks of their own, which attend in one pass.
+    `places`, chunks of all sequences together hold at most that many tokens. The first `whole[b]`
+    tokens of each prompt have separate chunks, which attend in one pass.
     """
     random = np.random.default_rng(seed)
     done = np.zeros(len(lengths), int)
@@ -317,7 +317,7 @@ def with_padding(sequences: list[np.ndarray], part: Part, done, random) -> np.nd
 
 
 def of_model(policy: Policy, model: Transformer, tokens: list[np.ndarray]) -> Run:
-    """Returns how parts run through a model."""
+    """Returns a function that runs parts through a model."""
     random = np.random.default_rng(1)
 
     def run(part: Part, done, ends, cache: Cache, one_pass: bool) -> Chunked:
@@ -329,7 +329,7 @@ def of_model(policy: Policy, model: Transformer, tokens: list[np.ndarray]) -> Ru
 
 
 def of_layers(policy: Policy, sequences: list[list[LayerInput]], static: Static) -> Run:
-    """Returns how parts run through attention alone, of each sequence's layers."""
+    """Returns a function that runs parts only through the attention of each sequence's layers."""
     random = np.random.default_rng(1)
     adapter = policy.retrofit.adapter
 

@@ -1,4 +1,4 @@
-"""Chunks of tokens as a model passes them to a policy; fields that a test ignores are empty."""
+"""Chunks of tokens as a model passes them to a policy; unused fields are empty."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dms_jax.policies.values import CacheShape, Chunk, Decisions, Observation, Static, Tokens
 
-# Without jit every little operation is a program of its own.
+# Without jit every small operation is a separate program.
 write = jax.jit(lambda policy, state, chunk: policy.write(state, chunk))
 
 

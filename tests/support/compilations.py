@@ -1,4 +1,4 @@
-"""How often jax compiles."""
+"""Counts jax's compilations."""
 
 import jax
 

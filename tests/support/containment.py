@@ -1,4 +1,4 @@
-"""Whether this system has what the sandbox needs, asked of the kernel and not of the sandbox."""
+"""Checks whether this system supports the sandbox, independently of the sandbox's own checks."""
 
 import ctypes
 import os
@@ -10,8 +10,8 @@ import pytest
 
 ACTIONS = Path("/proc/sys/kernel/seccomp/actions_avail")
 CREATE_RULESET = 444
-# Puts a filter with a listener, which allows everything, on the process that runs it. Containers
-# may refuse it, or have a listener themselves, of which there can be one.
+# Installs a permissive filter with a listener on its process. Containers may refuse it, or already
+# have the one possible listener.
 LISTEN = """
 import ctypes, os, struct
 libc = ctypes.CDLL(None, use_errno=True)
@@ -26,7 +26,7 @@ refused = os.strerror(ctypes.get_errno()) if failed else ""
 
 
 def lacking() -> str:
-    """What the system lacks; empty where code can be contained."""
+    """Returns what the system lacks; empty if it can contain code."""
     if sys.platform != "linux":
         return "the mechanisms are Linux's"
     if os.uname().machine not in ("x86_64", "aarch64"):

@@ -1,11 +1,10 @@
-"""The seconds that each file of tests takes, and how its tests are spread over workers by them.
+"""The seconds of each test file, and the distribution of tests over workers.
 
-`tests/costs.json` holds {"tests/cache/test_pages.py": [2.1, 9.8], ...}: the seconds of the tests of
-the gate, and of all. `make nightly` measures them and `make costs` writes them there.
+`tests/costs.json` holds {"tests/cache/test_pages.py": [2.1, 9.8], ...}: the seconds of the gate's
+tests, and of all tests. `make nightly` measures them and `make costs` writes the file.
 
-A file stays in one worker, so that its programs are traced once and its fixtures made once; a file
-that takes long is split by its functions. The longest begin first, so that no worker is left with a
-long one at the end.
+A file stays in one worker, so that its programs are traced once and its fixtures made once; a long
+file is split by functions. The longest begin first, so that no worker ends with a long one.
 """
 
 import collections
@@ -17,25 +16,25 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 COSTS = Path(__file__).resolve().parents[1] / "costs.json"
-# Of a file that was not measured yet.
+# For a file that is not measured yet.
 UNKNOWN = (10.0, 30.0)
-# Seconds beyond which a file is split; `make test` takes some 1,000 in each of two workers.
+# A file beyond so many seconds is split; `make test` takes about 1,000 in each of two workers.
 LONGEST = 120
 
 
 @functools.cache
 def known() -> dict[str, tuple[float, float]]:
-    """Returns the seconds of the files that were measured."""
+    """Returns the seconds of measured files."""
     return json.loads(COSTS.read_text()) if COSTS.exists() else {}
 
 
 def seconds(file: str, config: pytest.Config) -> float:
-    """Returns what a file is expected to take in a run of the gate or, otherwise, of all tests."""
+    """Returns the expected seconds of a file, in the gate or with all tests."""
     return known().get(file, UNKNOWN)["not nightly" not in config.option.markexpr]
 
 
 def group(test: str, config: pytest.Config) -> str:
-    """Returns the name of the tests that run in one worker with a test."""
+    """Returns the name of a test's group, which runs in one worker."""
     file = test.partition("::")[0]
     return test.partition("[")[0] if seconds(file, config) > LONGEST else file
 
@@ -52,7 +51,7 @@ class Groups(LoadScopeScheduling):
 
 
 def longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the tests by what their groups take."""
+    """Sorts the tests by the duration of their groups."""
     files = [item.nodeid.partition("::")[0] for item in items]
     groups = [group(item.nodeid, config) for item in items]
     tests, total = collections.Counter(files), collections.Counter()
@@ -68,7 +67,7 @@ def write(path: Path, costs: dict[str, tuple[float, float]]) -> None:
 
 
 class Recorder:
-    """A plugin that adds the seconds of the files that a run went through to a file."""
+    """A plugin that adds the seconds of a run's files to a file."""
 
     def __init__(self, path: Path):
         self.path = path

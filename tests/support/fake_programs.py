@@ -1,7 +1,7 @@
-"""Programs that compute nothing but what the host reads, and an oracle of what they answer.
+"""Fake programs that compute only the values that the host reads, and an oracle of their answers.
 
-They stand for `dms_jax.generation.programs.extend`, `first_tokens` and `decode` in tests of the
-host (the scheduler, the pages, streams, the server) and in the benchmark of its own time:
+They replace `dms_jax.generation.programs.extend`, `first_tokens` and `decode` in tests of the host
+(scheduler, pages, streams, server) and in the benchmark of host time:
 
     write   a token goes to one slot of each row of its lane, through the page table; whether the
             row grows for it is a hash of the row and the position, as far as the policy evicts;
@@ -11,15 +11,14 @@ host (the scheduler, the pages, streams, the server) and in the benchmark of its
     draw    the next token is a hash of what was read, the position, and the request's seed, number
             among copies and filter; greedy requests have no seed
 
-So answers depend on every lane, page, length, state, seed and filter that the host hands over:
-whoever mixes up two of them, gives a page away too early or copies the wrong one, changes an
-answer. And they depend on nothing else: `answer_of` predicts them, with all figures of usage, from
-the prompt and the sampling alone.
+So answers depend on every lane, page, length, state, seed and filter that the host passes: swapping
+two of them, freeing a page too early or copying the wrong one changes an answer. They depend on
+nothing else: `answer_of` predicts them, with all usage figures, from the prompt and the sampling.
 
-Policies keep what `_grows` says, whatever they keep with the programs of the library: Vanilla and
-Quest everything, RandomEviction its window and `1 - rate` of the rest, DMS its window and half,
-TOVA and StreamingLLM their budget; SnapKV no more than its interval beside it. A policy that
-shrinks cuts a prompt to its budget. Values in host memory and meshes are not served.
+`_grows` decides which tokens stay, not the policy's real programs: Vanilla and Quest keep
+everything, RandomEviction its window and `1 - rate` of the rest, DMS its window and half, TOVA and
+StreamingLLM their budget; SnapKV at most its interval beside the budget. A policy that shrinks cuts
+a prompt to its budget. Host values and meshes are not supported.
 """
 
 import contextlib
@@ -39,13 +38,13 @@ from dms_jax.generation.sampling import Given
 from dms_jax.policies import DMS, TOVA, Policy, RandomEviction, SnapKV, StreamingLLM, Vanilla
 from dms_jax.policies.values import CacheShape
 
-# Tokens that are drawn: short words of the shipped tokenizer. A few may be end tokens of a model.
+# Drawn tokens: short words of the shipped tokenizer. A few may be end tokens of a model.
 FIRST_WORD, WORDS = 259, 128
-# So hot any token is drawn, most of them parts of characters.
+# At this temperature any token is drawn, mostly parts of characters.
 HOT, FIRST_TOKEN, TOKENS = 20, 4, 500
 ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
-# Of requests with one of 1,024 seeds from here on, logits behind this token are not numbers. They
-# draw it, too.
+# Of requests with one of 1,024 seeds from here on, logits after this token are NaN. They draw it,
+# too.
 BROKEN_TOKEN, BREAKS = 3, 2**30
 GREEDY = Sampling(temperature=0, logprobs=True).filter
 _HALF_OF_DMS = 0.5
@@ -64,7 +63,7 @@ def _mix(*values: Any) -> Any:
 
 
 def _mix_of(*values: int) -> int:
-    """The same of Python's numbers."""
+    """The same for Python numbers."""
     found = 0x9E3779B9
     for value in values:
         found = ((found ^ value) * 0x85EBCA6B) % 2**32
@@ -91,12 +90,12 @@ def _grows(policy: Policy, length: Any, chance: Any) -> Any:
 
 
 def _entry(tokens, positions, vocabulary: int, slot):
-    """What an adapter writes of a token: a whole number that float32 holds."""
+    """The number that an adapter writes for a token, exact in float32."""
     return positions * vocabulary + (tokens + _OF_ADAPTER * slot) % vocabulary
 
 
 def _append(transformer, cache, table, tokens, active, policy: Policy):
-    """Writes a token of each active lane and reads a slot of each row; returns what was read."""
+    """Writes a token of each active lane and reads a slot of each row; returns the read numbers."""
     num_layers, _, num_kv_heads = cache.lengths.shape
     page_size = cache.k_pages.shape[1]
     rows = jnp.arange(num_layers * num_kv_heads).reshape(num_layers, 1, num_kv_heads)
@@ -154,7 +153,7 @@ def _draw(read, positions, seeds, rule, given, broken):
 
 
 def _allowed(drawn, rule):
-    """Replaces tokens that a mask leaves out by the first that it allows; each is the likeliest."""
+    """Replaces tokens outside a mask by the first allowed one, as if likeliest."""
     if isinstance(rule, Given) or rule.allowed is None:
         return drawn
     words = jnp.asarray(rule.allowed)
@@ -179,9 +178,9 @@ def _breaks(seed):
 
 
 def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy, one_pass, places):
-    """Stands for `programs.extend`."""
+    """Fake `programs.extend`."""
     del host, places
-    # What attends in one pass is all written, before anything is evicted or cut.
+    # One-pass tokens are all written before anything is evicted or cut.
     rule = policy if policy.parallel == "always" or not one_pass else Vanilla()
     lengths = cache.lengths.at[:, lanes].get(mode="clip")
     lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
@@ -225,7 +224,7 @@ def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy,
 
 
 def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, tokens):
-    """Stands for `programs.first_tokens`."""
+    """Fake `programs.first_tokens`."""
     del transformer
     read, broken = hidden[sources, 0].astype(jnp.uint32), hidden[sources, 1] > 0
     given = rule.tokens[0] if isinstance(rule, Given) else None
@@ -236,7 +235,7 @@ def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, to
 def decode(
     transformer, cache, host, table, tokens, remaining, seeds, policy, rule, num_steps, end_tokens
 ):
-    """Stands for `programs.decode`."""
+    """Fake `programs.decode`."""
     del host
     ends = jnp.asarray(end_tokens, jnp.int32)
 
@@ -260,7 +259,7 @@ def decode(
 
 
 def advance(transformer, cache, host, table, tokens, remaining, policy, end_tokens):
-    """Stands for `programs.advance`."""
+    """Fake `programs.advance`."""
     del host
     remaining, endless = remaining % programs.ENDLESS, remaining >= programs.ENDLESS
     ended = jnp.isin(tokens, jnp.asarray(end_tokens, jnp.int32)) & ~endless
@@ -272,7 +271,7 @@ def advance(transformer, cache, host, table, tokens, remaining, policy, end_toke
 
 
 def draw(transformer, step, tokens, seeds, rule):
-    """Stands for `programs.draw`."""
+    """Fake `programs.draw`."""
     del transformer
     read, broken = step.hidden[:, 0].astype(jnp.uint32), step.hidden[:, 1] > 0
     drawn = _allowed(_draw(read, step.positions, seeds, rule, None, broken), rule)
@@ -293,26 +292,26 @@ FAKES: dict[str, Any] = {
 
 @contextlib.contextmanager
 def faked() -> Iterator[None]:
-    """A context in which the programs are those of this file."""
+    """A context with the programs of this file."""
     with mock.patch.multiple(programs, **FAKES):
         yield
 
 
-# -- what they answer --------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a request is answered, alone or in any company.
+    """The answer to a request, alone or in any batch.
 
     Attributes:
       tokens: token ids.
       logprobs: their log-probabilities.
       finish_reason: "end" or "length".
-      usage: figures of `Usage` that depend on neither chunks nor pages.
-      live: entries after each token of prompt and answer but the last, averaged over rows.
-      broken: position of the first token whose logits are not numbers; None if all are.
-      text: of the tokens, if somebody knows it.
+      usage: figures of `Usage` that do not depend on chunks or pages.
+      live: entries after each token of prompt and answer except the last, averaged over rows.
+      broken: position of the first token with NaN logits; None without any.
+      text: text of the tokens, if known.
     """
 
     tokens: list[int]
@@ -324,7 +323,7 @@ class Answer:
     text: str | None = None
 
     def check(self, found: Any) -> None:
-        """Compares a request that has ended, or a completion, with what it is to be answered."""
+        """Compares an ended request, or a completion, with the expected answer."""
         tokens = found.tokens if hasattr(found, "tokens") else found.generated
         assert (tokens, found.finish_reason) == (self.tokens, self.finish_reason)
         assert found.logprobs in (None, [], self.logprobs)
@@ -345,18 +344,18 @@ def answer_of(
     vocabulary: int = 512,
     new_tokens: int | None = None,
 ) -> Answer:
-    """Returns the answer to a prompt, which is found without the engine.
+    """Returns the answer to a prompt, computed without the engine.
 
     Args:
       prompt: token ids.
-      sampling: of the request, with its own seed.
+      sampling: of the request, with its seed.
       policy: the cache policy.
-      copy: number of equal prompts before it in the call, under the same adapter.
-      slot: that of its adapter.
+      copy: number of earlier equal prompts in the call, under the same adapter.
+      slot: slot of its adapter.
       ends: end tokens of the model.
       num_rows: layers x KV heads.
       vocabulary: size of the vocabulary.
-      new_tokens: the most new tokens, if not those of the sampling.
+      new_tokens: the most new tokens, if different from the sampling's.
     """
     greedy, most = sampling.temperature == 0, new_tokens or sampling.max_new_tokens
     breaks = _breaks(sampling.seed)

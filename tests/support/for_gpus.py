@@ -1,4 +1,4 @@
-"""Runs scripts that compile for GPUs that are not present, and reads what they print."""
+"""Runs scripts that compile for absent GPUs, and reads their output."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import pytest
 from tests.support.ahead import GPU_COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-# Nobody runs these programs: tests read their text and their memory. Forms of a product that could
-# only be told apart by timing them on a card are not compiled, no second thread compiles beside the
-# other tests, and ptxas does not try hard.
+# These programs never run: tests read only their text and memory. Variants of a product that only
+# timing on a card could compare are not compiled, one thread compiles beside the other tests, and
+# ptxas optimizes little.
 QUICKLY = (
     "--xla_gpu_autotune_level=0"
     " --xla_gpu_force_compilation_parallelism=1"
@@ -23,10 +23,10 @@ QUICKLY = (
 
 
 def environment(**told: str) -> dict[str, str]:
-    """Returns the environment of a process that compiles for GPUs that are not present.
+    """Returns the environment of a process that compiles for absent GPUs.
 
     Args:
-      told: variables that differ from this process.
+      told: variables different from this process.
     """
     paths = os.pathsep.join(map(str, (ROOT, GPU_COMPILER)))
     flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}"
@@ -34,14 +34,14 @@ def environment(**told: str) -> dict[str, str]:
 
 
 def told_by(script: str, *arguments: str) -> Any:
-    """Runs a script with the compiler for GPUs on its path, in a process of its own.
+    """Runs a script in a separate process with the compiler for GPUs on its path.
 
     Args:
       script: its path from the root of the checkout.
-      arguments: what it is called with.
+      arguments: its arguments.
 
     Returns:
-      What its last line says, in JSON. Without the compiler the test is skipped.
+      The JSON of its last line. Without the compiler the test is skipped.
     """
     if not (GPU_COMPILER / "jax_plugins").exists():
         pytest.skip("the compiler for GPUs is not there: `make gpu-compiler`")

@@ -1,7 +1,7 @@
-"""Models with a chat template that think before they answer, and say what a test wants.
+"""Models with a chat template that reason before they answer, with answers set by a test.
 
-The programs are those of `fake_programs`: of a model only its shape and its tokenizer count. What
-stands around channels are special tokens, as gpt-oss has them.
+They run on `fake_programs`, so only a model's shape and tokenizer matter. Channel marks are special
+tokens, as in gpt-oss.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ SHAPE = {
     "max_position_embeddings": 1024,
 }
 TEMPLATES = {
-    # As gpt-oss's: thoughts are left out, and markers in a message are refused.
+    # Like gpt-oss's: leaves reasoning out, and refuses markers in a message.
     "channels": """\
 {%- for m in messages %}
 {%- if '<|channel|>' in m.content %}{{ raise_exception('tags') }}{% endif %}
 {%- set channel = '<|channel|>final' if m.role == 'assistant' else '' -%}
 <|start|>{{ m.role }}{{ channel }}<|message|>{{ m.content }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}""",
-    # As Qwen3's; of the last answer it would keep the thoughts.
+    # Like Qwen3's, which keeps the reasoning of the last answer.
     "thinks": """\
 {%- for m in messages %}
 {%- set begun = '<think>\n' + m.reasoning_content + '\n</think>\n\n'
@@ -43,7 +43,7 @@ TEMPLATES = {
 {%- for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}""",
 }
-# An answer in the form of each template, of the same thought.
+# An answer in the form of each template, with the same reasoning.
 ANSWERS = {
     "channels": "<|channel|>analysis<|message|>Is 4 a sum?\nIt is 5.<|end|>"
     "<|start|>assistant<|channel|>final<|message|>It is 4.\nYes.",
@@ -63,7 +63,7 @@ def thinking_model(form: str) -> dms_jax.LanguageModel:
 
 
 def saying(model: dms_jax.LanguageModel, text: str, sampling: dms_jax.Sampling) -> dms_jax.Sampling:
-    """A sampling whose answers are a text, of which the tokens are the model's."""
+    """A sampling that forces an answer, a text in the model's tokens."""
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
     forced = Opening(tuple(tokens))
     return dataclasses.replace(sampling, grammar=forced, max_new_tokens=len(tokens))

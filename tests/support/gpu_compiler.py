@@ -1,9 +1,8 @@
-"""XLA's compiler for GPUs that are not there.
+"""XLA's compiler for absent GPUs.
 
-jax's plugin for CUDA compiles for devices that are described to it. It needs neither a GPU, nor a
-driver, nor the libraries of CUDA: `pip install jax-cuda13-pjrt jax-cuda13-plugin`, 142 MB. What it
-makes is the program that the devices would run, with the kernels and collectives that they would
-run.
+jax's CUDA plugin compiles for described devices. It needs neither a GPU, nor a driver, nor CUDA
+libraries: `pip install jax-cuda13-pjrt jax-cuda13-plugin`, 142 MB. The program is the one that such
+devices would run, with its kernels and collectives.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from dms_jax.devices import DEVICES
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What the compiler is told of a GPU beside its data sheet.
+    """The compiler's description of a GPU, beside its data sheet.
 
     Attributes:
       name: as jax names it.
@@ -47,8 +46,8 @@ CARDS = {
     "l4": Card("NVIDIA L4", (8, 9), 58, 1536, 102400, 48 << 20, 2.04, 0),
     "b200": Card("NVIDIA B200", (10, 0), 148, 2048, 233472, 126 << 20, 1.97, 18),
 }
-# In the form of XLA's own descriptions of targets (xla/backends/gpu/target_config). Without a CUDA
-# that has them, no product and no collective would be put into a CUDA graph.
+# In the form of XLA's target descriptions (xla/backends/gpu/target_config). Without a CUDA version
+# that supports them, products and collectives would stay outside CUDA graphs.
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -81,12 +80,12 @@ device_description_str: "{card.name}"
 
 
 def devices(kind: str, count: int, *, a_host: int) -> list[Any]:
-    """Returns abstract GPUs to compile for, on hosts with `a_host` of them each.
+    """Returns abstract GPUs to compile for, `a_host` per host.
 
     Args:
       kind: one of `CARDS`.
       count: number of GPUs.
-      a_host: the most that a host has.
+      a_host: the most GPUs of a host.
     """
     from jax._src import xla_bridge  # registers a plugin without asking it for devices
     from jax._src.lib import xla_client

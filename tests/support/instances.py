@@ -1,7 +1,7 @@
-"""Which instances of a parametrised test the gate runs: one or a few, the others are `nightly`.
+"""Marks: the gate runs one or a few instances of a parametrised test, the others are `nightly`.
 
-A test whose every shape, layout or row compiles a program of its own runs in the gate in its
-cheapest instance, and at night in all of them:
+If every shape, layout or row of a test compiles a separate program, the gate runs its cheapest
+instance, and nightly tests run all:
 
     @pytest.mark.parametrize("lanes", [1, *further(3, 4)])
     @pytest.mark.parametrize("name", nightly_but({"vanilla", "dms"}, POLICIES))
@@ -17,7 +17,7 @@ import pytest
 
 
 def further(*values: Any) -> list:
-    """Returns values of a parameter, marked `nightly`; a tuple is one value of each parameter."""
+    """Returns values of a parameter, marked `nightly`; a tuple has one value per parameter."""
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
         for value in values
@@ -25,7 +25,7 @@ def further(*values: Any) -> list:
 
 
 def nightly_but(quick: Container, values: Iterable) -> list:
-    """Returns values in their order, all marked `nightly` but those of `quick`."""
+    """Returns values in order, marked `nightly` unless they are in `quick`."""
     return [value if value in quick else further(value)[0] for value in values]
 
 
@@ -35,12 +35,12 @@ def first_of_each(
     by: Callable[[Any], Hashable],
     cost: Callable[[Any], Any] = lambda value: 0,
 ) -> list:
-    """Returns values in their order, all marked `nightly` but one of each kind.
+    """Returns values in order, marked `nightly` except one of each kind.
 
     Args:
-      values: instances, which can be told apart by `==`.
-      by: the kind of an instance.
-      cost: of each kind, the first of those that cost least stays.
+      values: instances, distinguishable by `==`.
+      by: returns the kind of an instance.
+      cost: of each kind, the first of the cheapest stays in the gate.
     """
     values, chosen = list(values), {}
     for value in sorted(values, key=cost):

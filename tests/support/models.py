@@ -53,7 +53,7 @@ def random_model(
     seed: int = 0,
     dtype: Any = jnp.float64,
 ) -> Transformer:
-    """Returns a model with weights so large that attention is uneven and decisions vary."""
+    """Returns a model with large weights, so that attention is uneven and decisions vary."""
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )

@@ -1,9 +1,9 @@
 """Other seeds for the same tests, with `--reseed N`.
 
-A test that passes with one seed may pass by chance. `np.random.default_rng(s)` and
-`jax.random.key(s)` draw from another stream for each N wherever a file of this checkout calls them:
-in tests and in the library, so that a test which repeats a draw of the library still agrees with
-it. Calls by other packages, and N = 0, are unchanged. Hypothesis draws other examples.
+A test that passes with one seed may pass by chance. For each N, `np.random.default_rng(s)` and
+`jax.random.key(s)` draw from another stream if a file of this checkout calls them, in tests and in
+the library, so that a test which repeats a draw of the library still agrees. Calls by other
+packages, and N = 0, are unchanged. Hypothesis draws other examples.
 
 A test that expects the exact numbers of a seed has the marker `own_seeds(reason)`.
 """
@@ -15,19 +15,19 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Files of the checkout whose draws must reproduce a committed file.
 KEPT = CHECKOUT / "tests" / "golden"
-# Far apart, because the seeds of tests are 0, 1, 2 ...
+# Large steps, because the seeds of tests are 0, 1, 2 ...
 STRIDE = 1_000_003
 
 
 class Reseeding:
-    """Replaces the two functions; `active` is False during a test that has its own seeds."""
+    """Replaces the two functions; `active` is False during a test marked `own_seeds`."""
 
     def __init__(self, number: int):
         self.number = number
         self.active = True
 
     def install(self) -> None:
-        import jax  # not at the top: its environment is set first
+        import jax  # after tests/conftest.py has set up jax
         import numpy as np
 
         np.random.default_rng = self._reseeded(np.random.default_rng)

@@ -1,6 +1,6 @@
-"""What RULER's golden files were made of: words, an essay, documents, and draws without chance.
+"""The inputs of RULER's golden files: words, an essay, documents, and deterministic draws.
 
-`tests/golden/make_ruler.py` lets RULER's own generators draw from these, the tests let ours.
+`tests/golden/make_ruler.py` runs RULER's generators on them, and the tests run ours.
 """
 
 import random
@@ -63,8 +63,8 @@ HOTPOTQA = [
     for number in range(6)
 ]
 
-# Size of the context, number of the problem, tokens of the whole: the golden file of each task.
-# Essays: the second time round, past its end.
+# Context size, problem number and total tokens of each task's golden file. Essays: past the end, in
+# the second round.
 CASES = {
     "niah_single_1": (6, 0, 4096),
     "niah_single_2": (60, 0, 4096),
@@ -87,9 +87,9 @@ EXAMPLE_SIZE = 7  # repetitions of noise in the worked example of vt
 
 
 class Scripted(random.Random):
-    """Draws that depend only on how many of their kind came before.
+    """Draws that depend only on the number of earlier draws of their kind.
 
-    A generator may then draw keys before values, or each beside the other, and gets the same.
+    A generator gets the same draws in any order of keys and values.
     """
 
     def __init__(self):
@@ -116,6 +116,6 @@ class Scripted(random.Random):
         return (self._next("bits") + 1) * 0x0123456789ABCDEF_FEDCBA9876543210 % 2**128
 
     def sample(self, population, k, *, counts=None):
-        """The middles of k equal parts, the last first."""
+        """The middles of k equal parts, in reverse order."""
         population = list(population)
         return [population[(2 * part + 1) * len(population) // (2 * k)] for part in range(k)][::-1]

@@ -1,4 +1,4 @@
-"""Reports of compilers are reused, and only for the very same program."""
+"""Compiler reports are reused only for exactly the same program."""
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def compiled_again(other, target="cpu", options=None) -> bool:
-    """Whether a program is compiled where `lowered()` for "cpu" was before."""
+    """Whether a program is compiled again after `lowered()` for "cpu" was."""
     compile_ahead(lowered(), "cpu")
     program = Counted(other)
     compile_ahead(program, target, options)
     return program.compiled > 0
 
 
-def test_a_report_is_the_compilers_and_is_kept():
+def test_report_is_stored():
     first, compiled = compile_ahead(lowered(), "cpu"), lowered().compile()
     assert first.text == compiled.as_text()
     analysis = compiled.memory_analysis()
@@ -79,7 +79,7 @@ def test_compiler_flags_are_part_of_the_key(monkeypatch, optimized):
     assert quick.compiled == 1
 
 
-def test_nothing_is_kept_without_a_cache(monkeypatch, folder):
+def test_nothing_is_stored_without_a_cache(monkeypatch, folder):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     for _ in range(2):
         program = Counted(lowered())

@@ -1,4 +1,4 @@
-"""The files of the checkout that git does not ignore, as they stand."""
+"""The current files of the checkout that git does not ignore."""
 
 import hashlib
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The packages of `make clients`.
 CLIENTS = ROOT / os.environ.get("CLIENTS", ".clients")
-# Figures that scripts wrote: large, and no part of the code.
+# Figures written by scripts: large, and not code.
 RESULTS = "experiments/results/"
 
 
 def files(without: str | None = None) -> list[str]:
-    """Returns their names from the root, but those that begin with `without`."""
+    """Returns their paths from the root, except those that begin with `without`."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     names = set(listed.stdout.decode().split("\0")) - {""}
@@ -23,7 +23,7 @@ def files(without: str | None = None) -> list[str]:
 
 
 def digest(names: Iterable[str]) -> str:
-    """Returns a hash of files, by their names and contents."""
+    """Returns a hash of the names and contents of files."""
     found = hashlib.sha256()
     for name in names:
         text = (ROOT / name).read_bytes()

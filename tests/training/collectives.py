@@ -2,11 +2,11 @@
 
     python -m tests.training.collectives (cpu | gpu | v5e) SHARDS[xSHARDS OF A ROW]...
 
-Run by `test_collectives.py` in a process of its own: one process loads libtpu at a time, and arrays
-can be abstract where types are not checked at run time. Nothing is executed.
+`test_collectives.py` runs it in a separate process: one process loads libtpu at a time, and arrays
+can be abstract without run-time type checks. Nothing is executed.
 
-GPUs are H200s, compiled for by their own compiler (`make gpu-compiler`), TPUs slices of v5e with as
-many chips, in two columns.
+GPUs are H200s, with the compiler of `make gpu-compiler`; TPUs are v5e slices with as many chips, in
+two columns.
 """
 
 import collections
@@ -49,7 +49,7 @@ _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)
 
 
 def compiled_step(mesh: Mesh, target: str) -> str:
-    """Compiles a step with the same sequences a shard on any mesh."""
+    """Compiles a step with the same number of sequences per shard on any mesh."""
     policy = DMS(window=16, source="adapter")
     batch = SEQUENCES * mesh.shape["data"]
     recipe = Recipe(
@@ -68,8 +68,8 @@ def compiled_step(mesh: Mesh, target: str) -> str:
 def collectives(text: str) -> list[tuple[str, str, int]]:
     """Returns (kind, arrays, times a step) of every collective of a compiled program.
 
-    One that runs beside other work on a TPU is written three times, where it starts, in what runs
-    beside it and where it is done: all of one chain, which counts once.
+    An asynchronous one on a TPU appears three times, at its start, beside other work and at its
+    end: the chain counts once.
     """
     computations, name = collections.defaultdict(list), ""
     entry = ""
@@ -131,7 +131,7 @@ def mesh_of(devices, data: int, sequence: int = 1) -> Mesh:
 
 
 def devices_of(target: str, count: int) -> list:
-    """Returns as many devices, abstract ones except on a CPU."""
+    """Returns that many devices, abstract ones except on a CPU."""
     if target == "cpu":
         return jax.devices()
     if target == "gpu":

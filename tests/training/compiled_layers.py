@@ -1,6 +1,6 @@
-"""Compiles a training step for an H200 ahead of time, and prints what its loops do.
+"""Compiles a training step for an H200 ahead of time, and prints properties of its loops.
 
-Run by `test_layer_passes.py` in a process of its own, with the compiler for GPUs on its path.
+`test_layer_passes.py` runs it in a separate process, with the compiler for GPUs on its path.
 Nothing is executed and no array is made. Prints JSON:
 
     zeroed             bytes of stacks over the layers that are filled before a loop fills them

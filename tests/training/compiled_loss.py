@@ -1,6 +1,6 @@
-"""Compiles the loss for an H200 ahead of time, and prints as JSON how often it reads its logits.
+"""Compiles the loss for an H200 ahead of time; prints the number of reads of its logits as JSON.
 
-Run by `test_loss_reads.py` in a process of its own, with the compiler for GPUs on its path. Nothing
+`test_loss_reads.py` runs it in a separate process, with the compiler for GPUs on its path. Nothing
 is executed and no array is made, so that shapes have real sizes.
 """
 
@@ -42,10 +42,10 @@ def loss_and_gradients(hidden, teacher_hidden, matrix, targets, mask, *, directi
 
 
 def readings(text: str) -> dict[str, int]:
-    """Returns how often each kind of kernel has logits in float32 among its operands.
+    """Returns the number of kernels of each kind with float32 logits among their operands.
 
-    "products" multiply, "others" do not, "parts" read a part of them. What a condition runs, which
-    takes its operands in a tuple, does not count.
+    "products" multiply, "others" do not, "parts" read a part of the logits. Branches of
+    conditionals, whose operands are tuples, do not count.
     """
     sizes = {f"{ROWS},{VOCABULARY}", f"{BATCH},{CHUNK},{VOCABULARY}"}
     logits, found = set(), collections.Counter()

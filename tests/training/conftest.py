@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def shared_steps(monkeypatch):
-    # Not at the top: jax may not be imported before the suite's own conftest has set it up.
+    # Imported here because tests/conftest.py sets up jax first.
     from dms_jax.training.program import StepProgram
     from tests.training.shared_steps import shared_step
 

@@ -1,11 +1,11 @@
-"""SIGKILLs at random moments: the run still ends in the same bits as an uninterrupted one.
+"""SIGKILLs at random moments: the run still equals an uninterrupted one bit for bit.
 
     python -m tests.training.killing --processes 2 --kills 5 --steps 40 --seed 0
 
-Draws the moments over all steps of the run: a step, and up to half a second after it, in which
-later steps are computed, and checkpoints and exports written. Kills one process of the run, then
-the others as a launcher would, starts the same command again, and prints a line of figures for each
-kill, and whether the end and all exports are the same.
+Draws moments over all steps of the run: a step, plus up to half a second, in which later steps are
+computed and checkpoints and exports are written. Kills one process of the run, then the others as a
+launcher would, and restarts the same command. Prints a line of figures for each kill, and whether
+the final state and all exports are equal.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXPORT = "model/model.safetensors"
-RATIOS = [1.5, 2, 3]  # of exports on the way
+RATIOS = [1.5, 2, 3]  # of exports during training
 DEVICES = 8
 
 
 def start(
     told: dict[str, Any], count: int, module: str = "tests.training.one_of_two"
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run, eight devices between them."""
+    """Starts the processes of a run, with eight devices in total."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -63,7 +63,7 @@ def start(
 
 
 def finish(started: list[subprocess.Popen[str]]) -> str:
-    """Waits for the processes of a run; returns what they printed, and raises if one failed."""
+    """Waits for the processes of a run; returns their output, and raises if one failed."""
     try:
         printed = "\n".join(each.communicate(timeout=600)[0] for each in started)
     finally:
@@ -77,7 +77,7 @@ def finish(started: list[subprocess.Popen[str]]) -> str:
 def kill_at(started: list[subprocess.Popen[str]], step: int, seconds: float, victim: int) -> str:
     """Kills a process some seconds after it printed a step; returns the last step it printed.
 
-    0 is the start. A run that goes on from a later step is killed after its first.
+    0 is the start. A run that resumes from a later step is killed after its first step.
     """
     stream = started[victim].stdout
     assert stream is not None
@@ -98,7 +98,7 @@ def kill_at(started: list[subprocess.Popen[str]], step: int, seconds: float, vic
 
 
 def moments(steps: int, kills: int, seed: int) -> list[tuple[int, float]]:
-    """Steps of the whole run after which it is killed, in order, and the seconds after each."""
+    """Returns the steps after which the run is killed, in order, and the further seconds."""
     random_moments = random.Random(seed)
     drawn = sorted(random_moments.sample(range(steps), kills))
     return [(step, 0.5 * random_moments.random()) for step in drawn]
@@ -115,7 +115,7 @@ def compare(
 ) -> tuple[bool, list[dict[str, Any]]]:
     """Makes an uninterrupted and a killed run.
 
-    Returns whether they end in the same bits, and each kill with what it left of checkpoints.
+    Returns whether their results are bit-equal, and each kill with its remaining checkpoints.
     """
     whole, killed = folder / "whole", folder / "killed"
     common: dict[str, Any] = dict(mesh=[4, 2], steps=steps, every=2, snapshots=RATIOS)

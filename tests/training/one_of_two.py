@@ -2,9 +2,9 @@
 
     {"out": directory of the run, "mesh": [data, model], "float64": true, "steps": 6, ...}
 
-With "thread" the run is in another thread than the main one, so that no signal reaches it; with
-"size" files of tensors are cut there; with "full" that process cannot write those of exports.
-Writes the losses, the norms of the gradients and the exit to `out`-<process>.json.
+With "thread" the run is not in the main thread, so that no signal reaches it; "size" is the size of
+tensor files; with "full" that process cannot write files of exports. Writes the losses, the norms
+of the gradients and the exit to `out`-<process>.json.
 """
 
 import errno

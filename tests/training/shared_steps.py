@@ -1,8 +1,8 @@
 """Trainers of one process share compiled steps.
 
-Each trainer jits a step of its own, and nearly all the time of a tiny run is that of tracing and
-compiling it. What a step computes follows from the model's structure, the policy and the recipe;
-weights, rates and targets are its inputs.
+Each trainer jits its own step, and a tiny run spends nearly all its time on tracing and compiling
+it. The model's structure, the policy and the recipe determine the step; weights, rates and targets
+are its inputs.
 """
 
 import dataclasses

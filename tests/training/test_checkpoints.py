@@ -1,6 +1,6 @@
-"""Checkpoints: damage, full disks, two runs at once, other data, and restarts after a divergence.
+"""Checkpoints: damage, full disks, concurrent runs, other data, and restarts after divergence.
 
-Arrays of a tiny training state stand for those of a model wherever no step need be taken.
+Tests without steps use the arrays of a tiny training state instead of a model.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def run(model, **options):
 
 @pytest.fixture(scope="module")
 def first_step(model, tmp_path_factory):
-    """The directory of a run that stopped after one step; tests continue in copies of it."""
+    """The directory of a run that stopped after one step; tests continue copies of it."""
     path = tmp_path_factory.mktemp("stopped")
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=path, stop_after=1e-9)
@@ -66,7 +66,7 @@ ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state(
 
 @contextlib.contextmanager
 def saved(path, *steps, **options):
-    """A directory with checkpoints of these steps, open."""
+    """An open directory with checkpoints of these steps."""
     directory = opened(path, **options)
     try:
         for step in steps:
@@ -78,7 +78,7 @@ def saved(path, *steps, **options):
 
 
 def files(path, step):
-    """The files of a checkpoint that hold arrays, the largest first."""
+    """The array files of a checkpoint, largest first."""
     found = (path / "checkpoints" / str(step) / "state").rglob("*")
     return sorted(filter(os.path.isfile, found), key=lambda x: -x.stat().st_size)
 
@@ -115,15 +115,15 @@ def remove_the_checksums(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "is not what was written"),
+        (truncate, "has changed since it was written"),
         (break_the_checksums, "checksums.json cannot be read"),
         (remove, "is missing"),
-        (flip, "is not what was written"),
-        (break_the_position, "meta/metadata is not what was written"),
+        (flip, "has changed since it was written"),
+        (break_the_position, "meta/metadata has changed since it was written"),
         (remove_the_checksums, "checksums.json cannot be read"),
     ],
 )
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, damage, message):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, damage, message):
     with saved(tmp_path, 3, 6):
         pass
     damage(tmp_path)
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, damage, mes
         restored, position = directory.restore(ABSTRACT)
     chex.assert_trees_all_equal(restored, state(3))
     assert position == {"position": 3}
-    # The steps are taken again, and the checkpoint is written again.
+    # The steps run again, and the checkpoint is written again.
     assert directory.latest_step == 3
     directory.save(6, state(6), None)
     directory.close()
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
     chex.assert_trees_all_equal(np.asarray(after), value)
 
 
-def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
+def test_second_concurrent_run_is_refused(tmp_path):
     directory = opened(tmp_path)
     with pytest.raises(ConfigError, match="Another run is writing to "):
         opened(tmp_path)
@@ -192,7 +192,7 @@ def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path):
 
 @contextlib.contextmanager
 def largest_file(size):
-    """As on a full disk: files cannot grow beyond `size` bytes."""
+    """Limits files to `size` bytes, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -202,7 +202,7 @@ def largest_file(size):
 
 
 def noise(step):
-    """Arrays that do not compress below the limit."""
+    """Arrays that cannot be compressed below the limit."""
     return {"weights": jax.random.normal(jax.random.key(step), (1 << 16,))}
 
 
@@ -220,7 +220,7 @@ def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
         for thread in set(threading.enumerate()) - threads:
             if not thread.name.startswith("asyncio"):
                 thread.join(60.0)
-                assert not thread.is_alive(), thread.name  # of the manager of what is not written
+                assert not thread.is_alive(), thread.name  # the checkpoint manager's threads
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
     directory.save(4, noise(4), None)
     directory.checkpoints.finish()
@@ -230,8 +230,8 @@ def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
     chex.assert_trees_all_equal(restored, noise(4))
 
 
-def test_a_directory_removed_during_the_run(tmp_path):
-    """A file takes the place of the directory, so not even root can write into it."""
+def test_removed_directory_fails_each_save(tmp_path):
+    """A file replaces the directory, so that not even root can write into it."""
     directory = opened(tmp_path)
     directory.save(1, state(1), None)
     directory.checkpoints.finish()
@@ -258,7 +258,7 @@ def test_an_unwritable_log_warns(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".lock", "checkpoints"])
-def test_a_name_taken_by_something_else_is_refused(tmp_path, name):
+def test_path_taken_by_a_file_is_refused(tmp_path, name):
     place = tmp_path / name
     place.write_text("") if name == "checkpoints" else place.mkdir()
     for _ in range(2):  # and the directory is not left locked
@@ -266,6 +266,15 @@ def test_a_name_taken_by_something_else_is_refused(tmp_path, name):
             opened(tmp_path)
     place.unlink() if name == "checkpoints" else place.rmdir()
     opened(tmp_path).close()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", ".log.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
+    """Reading it would wait for a writer."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is no regular file. Give another `out`"):
+        opened(tmp_path)
 
 
 def test_an_unreadable_log_is_refused(tmp_path):
@@ -312,19 +321,19 @@ def test_sigterm_leaves_a_checkpoint(model, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
 
 
-def test_no_checkpoint_is_kept_after_which_no_step_was_finite(model, tmp_path):
-    """Step 3 ruins the parameters; by the time that is noticed, later steps have checkpoints."""
-    with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: restart_from"):
+def test_checkpoints_followed_only_by_nan_are_dropped(model, tmp_path):
+    """Step 3 ruins the parameters; before this is detected, later steps write checkpoints."""
+    with pytest.raises(TrainingDivergedError, match=r"last checkpoint is of step 2: `restart_from"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=1, keep_checkpoints=9)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
 
 
 def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
-    """The advice of the error can be followed, twice; the log has each step once."""
-    with pytest.raises(TrainingDivergedError, match="restart_from=2 goes on from there"):
+    """The error's advice works, twice; the log has each step once."""
+    with pytest.raises(TrainingDivergedError, match="`restart_from=2` goes on from there"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=2)
     lower = dataclasses.replace(STEEP, stages=(STEEP.stages[0], Stage("ramp", 4, 1e-3, 4.0)))
-    with pytest.raises(ConfigError, match=r"another recipe.*restart_from=2 to go on with"):
+    with pytest.raises(ConfigError, match=r"another recipe.*`restart_from=2` to go on with"):
         run(model, recipe=lower, out=tmp_path)
     with pytest.raises(ConfigError, match="another `seed` 0, not 1"):
         run(model, recipe=lower, out=tmp_path, restart_from=2, seed=1)
@@ -347,7 +356,7 @@ def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
 
 
 def test_a_failed_restart_removes_nothing(model, tmp_path):
-    """From a damaged checkpoint, or with a recipe that takes another state or other data."""
+    """From a damaged checkpoint, or with a recipe that needs another state or other data."""
     with saved(tmp_path / "arrays", 2, 4, 6, keep=3):
         pass
     flip(tmp_path / "arrays")
@@ -394,7 +403,7 @@ def test_a_restart_falls_back_to_its_own_checkpoints(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_resume_does_not_hold_two_states(model, first_step, tmp_path, monkeypatch):
+def test_resume_holds_one_state(model, first_step, tmp_path, monkeypatch):
     out = shutil.copytree(first_step, tmp_path / "run")
     alive = []
     restore = RunDirectory.restore

@@ -1,4 +1,4 @@
-"""Law 9: a step communicates as much as its tokens need, on any number of devices."""
+"""A step's communication per device does not grow with the number of devices."""
 
 import collections
 import importlib.util
@@ -25,7 +25,7 @@ def check(found, *, times_known):
     """`found`: (kind, arrays, times) of the collectives of a step."""
     gathered = [(arrays, times) for kind, arrays, times in found if kind == "all-gather"]
     gathered = [times for arrays, times in gathered for _ in range(heads_in(arrays))]
-    # The student's and the teacher's, once a pass at most: never in the loop over chunks.
+    # The student's and the teacher's, at most once a pass, never in the loop over chunks.
     most = compiling.PASSES if times_known else 1
     assert 2 <= sum(gathered) <= 2 * most
     # Reductions are in float32, and no matrix is reduced as a whole.
@@ -37,12 +37,12 @@ def check(found, *, times_known):
 
 
 def heads_in(arrays):
-    """How many output matrices are among these arrays."""
+    """The number of output matrices among these arrays."""
     return sum(arrays.count(shape) for shape in MATRIX)
 
 
 def compiled(target, *shards, environment):
-    """Returns the collectives of a step by number of shards."""
+    """Returns the collectives of a step for each number of shards."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.collectives", target, *map(str, shards)],
         capture_output=True,
@@ -63,7 +63,7 @@ def on_cpu():
 
 
 @pytest.mark.nightly
-def test_a_step_gathers_the_output_matrix_once_a_pass(on_cpu):
+def test_output_matrix_is_gathered_once_a_pass(on_cpu):
     for found in on_cpu.values():
         check(found, times_known=True)
 
@@ -81,7 +81,7 @@ def gathered_rows(found):
 
 @pytest.mark.nightly
 def test_split_rows_gather_keys_values_and_decisions(on_cpu):
-    """And never activations of the model's width."""
+    """Activations of the model's width are never gathered."""
     config, found = compiling.CONFIG, on_cpu["2x4"]
     rows = (compiling.SEQUENCES, compiling.LENGTH)
     keys = tuple(sorted((*rows, config.num_kv_heads, config.head_dim)))
@@ -90,10 +90,10 @@ def test_split_rows_gather_keys_values_and_decisions(on_cpu):
 
 
 def check_growth(by_shards):
-    """At the same tokens a device: gathered and reduced arrays as a whole, so without (N - 1) / N.
+    """At equal tokens per device; arrays count as a whole, without the factor (N - 1) / N.
 
-    What all devices get as a sum counts twice, as it is sent. Only the tokens themselves, which
-    `look_up` needs of all devices, grow.
+    All-reduced arrays count twice. Only the tokens themselves grow, because `look_up` needs those
+    of all devices.
     """
 
     def total(data):
@@ -108,7 +108,7 @@ def check_growth(by_shards):
 
 
 @pytest.mark.nightly
-def test_more_devices_communicate_no_more_each(on_cpu):
+def test_communication_per_device_does_not_grow(on_cpu):
     check_growth({data: on_cpu[data] for data in (2, 8)})
 
 
@@ -117,8 +117,8 @@ def test_more_devices_communicate_no_more_each(on_cpu):
     not (GPU_COMPILER / "jax_plugins").exists(),
     reason="the compiler for GPUs is not installed (make gpu-compiler, 142 MB)",
 )
-def test_on_gpus_the_same():
-    """The programs of 2 and of 8 H200s, compiled ahead of time by their own compiler."""
+def test_communication_on_gpus():
+    """Programs for 2 and 8 H200s, compiled ahead of time by the GPU compiler."""
     on_gpus = compiled("gpu", 2, 8, environment=for_gpus.environment())
     for found in on_gpus.values():
         check(found, times_known=True)
@@ -128,8 +128,8 @@ def test_on_gpus_the_same():
 
 
 @pytest.mark.nightly
-def test_on_tpus_the_same():
-    """The programs of 4 and of 8 chips of v5e; matrices are gathered in bfloat16."""
+def test_communication_on_tpus():
+    """Programs for 4 and 8 v5e chips; matrices are gathered in bfloat16."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
     on_tpus = compiled("v5e", 4, 8, environment=OF_ROOT)

@@ -71,7 +71,7 @@ def test_no_gradient_beyond_the_target():
     assert not np.any(back)
 
 
-def test_the_spread_moves_heads_and_not_the_mean():
+def test_head_spread_keeps_the_mean():
     gradient = jax.grad(lambda x: head_spread(x).sum())(jnp.asarray([[[0.1, 0.2, 0.9]]]))
     chex.assert_trees_all_close(gradient, np.array([[[-1 / 3, -1 / 3, 1 / 3]]]), rtol=1e-7)
 

@@ -1,4 +1,4 @@
-"""What a run shows before, during and after its steps."""
+"""The output of a run before, during and after its steps."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ import types
 import jax
 import pytest
 
+from dms_jax import terminal
 from dms_jax.policies import KVzap, Vanilla
 from dms_jax.sharding import make_mesh
 from dms_jax.training import display as displays
@@ -40,7 +41,7 @@ def display(**changes):
     return Display(**(options | changes))
 
 
-def test_the_figures_of_a_step(monkeypatch):
+def test_step_figures(monkeypatch):
     monkeypatch.setattr(displays, "peak_memory", lambda: 61_234_000_000)
     assert display().figures(record()) == (
         "KL 0.375 + CR 0.125 | ratio 2.50 of 3.97 | gradient 0.41 | 12,346 tok/s | 31% of peak | "
@@ -54,6 +55,16 @@ def test_the_figures_of_a_step(monkeypatch):
     assert uneven == "LM 0.500 | gradient 0.41 | busiest expert 1.8x | 12,346 tok/s | 2 skipped"
 
 
+def test_a_file_gets_lines(monkeypatch, capsys):
+    """A run without a terminal, as under Slurm, said nothing for hours."""
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(displays, "peak_memory", lambda: None)
+    for enabled in (True, False):
+        display(enabled=enabled).update(record(step=3))
+    told = "KL 0.375 + CR 0.125 | ratio 2.50 of 3.97 | gradient 0.41 | 12,346 tok/s | 31% of peak"
+    assert capsys.readouterr() == ("", f"step 3 of 10 | {told}\n")
+
+
 def test_a_finished_run_shows_no_bar(capsys):
     with display(total=45, done=45, opening="45 steps of distillation"):
         pass
@@ -62,7 +73,7 @@ def test_a_finished_run_shows_no_bar(capsys):
 
 
 def ramp(*steps):
-    """Records of a ramp in which every step reaches its target."""
+    """Records of a ramp that reaches its target at every step."""
     targets = {step: 1 + 3 * (step - 1) / 60 for step in steps}
     return [record(step, target_ratio=x, evicted=1 - 1 / x) for step, x in targets.items()]
 
@@ -73,7 +84,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("options", "records", "line", "short"),
     [
-        # The mean share that stays is 0.45.
+        # The mean share of kept tokens is 0.45.
         (
             {},
             [record(step, evicted=0.5 + 0.1 * (step % 2)) for step in range(3, 11)],
@@ -102,7 +113,7 @@ NAN = float("nan")
     ],
     ids=["short", "reached", "ramp", "skipped", "no target"],
 )
-def test_the_closing_line(capsys, options, records, line, short):
+def test_closing_line(capsys, options, records, line, short):
     with display(**options) as shown:
         for each in records:
             shown.update(each)
@@ -145,7 +156,7 @@ def test_an_interrupted_run_has_no_closing_line(capsys):
     assert "Training" not in out
 
 
-def test_the_opening_line():
+def test_opening_line():
     mesh = make_mesh(2, 1)
     with jax.set_mesh(mesh):
         trainer = Trainer(language_model(), ADAPTER, recipe(batch_size=2), 0, mesh)
@@ -163,7 +174,7 @@ def test_the_opening_line():
 
 
 def test_a_scorer_has_no_target_ratio(capsys):
-    """The ratio of KVzap comes from the threshold that is set afterwards."""
+    """KVzap's ratio comes from the threshold, which is set afterwards."""
     learning = recipes.kvzap(tokens=96, sequence_length=12, batch_size=4)
     policy = KVzap(window=2, hidden=4)
     retrofit(language_model(), policy, recipe=learning, data=documents())

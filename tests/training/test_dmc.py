@@ -51,8 +51,8 @@ def test_the_stages_come_in_order(run):
         ["neuron_decay"] * 4 + ["ramp"] * 30 + ["train"] * 6
     )
     assert all(record["evicted"] == 0 for record in records[:4])
-    # Rows of zeros: every logit starts at -2, and noise merges about one token in eight: 0.119 of
-    # the 192 decisions, deviation 0.023. The bars are more than four deviations away.
+    # With rows of zeros every logit starts at -2, and noise merges about one token in eight: 0.119
+    # of the 192 decisions, deviation 0.023. The bounds are more than four deviations away.
     assert 0.02 < records[4]["evicted"] < 0.22
     assert records[-1]["target_ratio"] == 3
     rates = [record["learning_rate"] for record in records[34:]]
@@ -60,14 +60,14 @@ def test_the_stages_come_in_order(run):
     assert 1e-3 < rates[-1] < rates[0] < 1.01e-2
 
 
-def test_it_learns_to_merge(run):
+def test_dmc_learns_to_merge(run):
     """Over seven seeds of weights, data and noise the share is 0.632, standard deviation 0.030."""
     _, records, _ = run
     merged = [record["evicted"] for record in records]
     assert np.mean(merged[-6:]) > 0.45
 
 
-def test_the_saved_model_decodes_as_in_one_pass(run):
+def test_saved_model_decodes_like_one_pass(run):
     model, _, out = run
     loaded = load(out / "model")
     assert loaded.policy == model.policy == MERGING
@@ -76,7 +76,7 @@ def test_the_saved_model_decodes_as_in_one_pass(run):
     want = np.take_along_axis(np.asarray(logits)[:, :-1], tokens[:, 1:, None], -1)[..., 0]
     for row, result in enumerate(score(loaded, tokens.tolist(), page_size=4)):
         chex.assert_trees_all_close(result.logprobs, want[row], rtol=1e-7, atol=1e-4)
-        # Over seven seeds 3.1 at the least, 3.8 in the mean, deviation 0.6; 1 at the start.
+        # Over seven seeds: minimum 3.1, mean 3.8, deviation 0.6; 1 at the start.
         assert result.usage.compression_ratio > 1.3
 
 

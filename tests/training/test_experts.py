@@ -1,4 +1,4 @@
-"""Training of mixtures of experts: over any mesh as on one device, and how evenly routers spread.
+"""Training of mixtures of experts: equal on any mesh and one device; balance of routers.
 
 The experts' own products and gradients are compared in `tests/model/test_experts.py`.
 """
@@ -81,11 +81,11 @@ def test_a_mesh_changes_nothing(axes, trainable):
         assert kernel.sharding.spec[1] == "experts"
         assert kernel.addressable_shards[0].data.shape[1] == 4 // axes["experts"]
     if trainable == "low_rank":
-        assert not any("mlp" in name for name in others)  # routers are frozen, as are experts
+        assert not any("mlp" in name for name in others)  # routers and experts are frozen
 
 
 def test_router_balance_equals_the_switch_transformer():
-    """X sum_j f_j P_j of the tokens outside padding, by a loop over layers and tokens."""
+    """X sum_j f_j P_j over tokens outside padding, by a loop over layers and tokens."""
     with jax.enable_x64(True):
         random = np.random.default_rng(1)
         logits = random.normal(size=(3, 50, 6))  # layers, tokens, experts
@@ -109,7 +109,7 @@ def test_a_retrofit_reports_the_balance():
     metrics, _, _ = alone("all")
     for each in metrics:
         assert 1.0 < each["router_balance"] < 4.0
-        assert 1.0 < each["busiest_expert"] <= 2.0  # each of two choices is another expert
+        assert 1.0 < each["busiest_expert"] <= 2.0  # the two choices are different experts
 
 
 def test_padding_counts_in_no_balance():

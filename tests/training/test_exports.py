@@ -1,4 +1,4 @@
-"""Snapshots: complete before the checkpoint that follows them, or the run ends."""
+"""A snapshot is complete before the next checkpoint, or the run ends."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def run(model, **options):
 
 
 def checkpoints(out):
-    """The steps of the checkpoints that are complete."""
+    """The steps of complete checkpoints."""
     found = (out / "checkpoints").iterdir()
     return sorted(int(path.name) for path in found if path.name.isdigit())
 
@@ -44,8 +44,8 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(saving, "write_tensors", fail)
 
 
-def test_a_failed_export_ends_the_run_and_is_repeated_on_resume(model, tmp_path, monkeypatch):
-    """With a checkpoint of its step, a resumed run would skip the export."""
+def test_failed_export_ends_run_and_repeats_on_resume(model, tmp_path, monkeypatch):
+    """If a checkpoint of its step existed, a resumed run would skip the export."""
     with monkeypatch.context() as patched:
         full_disk(patched)
         with pytest.raises(CheckpointError, match=r"written to .*snapshots/2\.5: .*No space left"):

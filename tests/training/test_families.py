@@ -1,4 +1,4 @@
-"""Training of every family: gradients against differences, and steps under a policy's decisions."""
+"""Training of every family: gradients against finite differences, and steps under a policy."""
 
 import functools
 import pathlib
@@ -22,7 +22,7 @@ from tests.training.tiny import recipe
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir())
 WINDOWS_ALONE = {"mistral_window", "phi3"}
-TRAINED = sorted(set(FAMILIES) - WINDOWS_ALONE - {"gemma2"})  # whose logits have a cap
+TRAINED = sorted(set(FAMILIES) - WINDOWS_ALONE - {"gemma2"})  # its logits have a cap
 KVZAP = KVzap(threshold=-5.0)
 SOFT = DMS(window=3, source="adapter", alpha_scale=2.0, alpha_offset=0.5)
 
@@ -33,7 +33,7 @@ def model_of(family: str, dtype: str):
 
 
 @pytest.mark.parametrize("family", nightly_but({"gemma3", "gpt_oss"}, FAMILIES))
-def test_gradients_are_differences(family):
+def test_gradients_equal_finite_differences(family):
     """In float64, along a random direction of all parameters at once."""
     with jax.enable_x64(True):
         policy = Vanilla() if family in WINDOWS_ALONE else SOFT
@@ -52,11 +52,11 @@ def test_gradients_are_differences(family):
 
         gradient = jax.jit(jax.grad(value))(arrays)
         for name, own in gradient.items():
-            # An adapter starts at zero: its output alone has a gradient.
+            # An adapter starts at zero, so only its output matrix has a gradient.
             learns = "adapter" not in name or (policy is SOFT and "proj" in name)
             assert bool(jnp.any(own)) == learns, name
         direction = {name: jnp.asarray(random.normal(size=x.shape)) for name, x in arrays.items()}
-        # Decisions are straight-through: their numbers have no difference.
+        # Decisions are straight-through, so they have no finite difference.
         soft = {name: x * (not name.startswith("layers.adapter")) for name, x in direction.items()}
         step = 1e-6
 
@@ -76,10 +76,10 @@ def test_gradients_are_differences(family):
     ),
 )
 def test_steps_under_decisions_lower_the_loss(family, loss):
-    """The model learns to do without evicted tokens: the distance to the teacher falls."""
+    """The model learns to work without evicted tokens: the distance to the teacher falls."""
     model = model_of(family, "float32")
     documents = [np.random.default_rng(0).integers(3, 61, 24).tolist()] * 8
-    # A student that differs from its teacher only by evictions takes smaller steps.
+    # A student that differs from its teacher only by evictions needs smaller steps.
     steps, rate, weight = (24, 5e-4, 0.0) if loss == "distillation" else (10, 3e-3, 1.0)
     options = recipe(
         Stage("ramp", steps, rate, 2.0, adapter_learning_rate=1e-2),
@@ -100,7 +100,7 @@ def test_steps_under_decisions_lower_the_loss(family, loss):
     assert all(np.any(np.asarray(after[name]) != np.asarray(x)) for name, x in before.items())
 
 
-def test_what_cannot_be_trained_is_refused():
+def test_untrainable_families_are_refused():
     options = dict(data=[[3, 4, 5]] * 4)
     with pytest.raises(ConfigError, match="have a soft cap"):
         dms_jax.retrofit(model_of("gemma2", "float32"), SOFT, recipe=recipe(), **options)

@@ -21,7 +21,7 @@ from tests.training.tiny import language_model
 LAYER = 16 * (4 + 2 + 2) * 8 + 4 * 8 * 16 + 3 * 16 * 24
 
 
-def test_layer_parameters_are_the_matrices():
+def test_layer_parameters_count_the_matrices():
     assert layer_parameters(shapes(language_model(adapter=True).transformer), None) == 2 * LAYER
 
 
@@ -60,7 +60,7 @@ def test_visible_keys_are_those_of_the_document():
     assert (keys, share) == (3.5, 1)
 
 
-def test_a_data_sheet_is_found_by_the_name_jax_gives():
+def test_data_sheet_is_found_by_jax_device_kind():
     assert data_sheet("NVIDIA H200") is DEVICES["h200"]
     assert data_sheet("TPU v5 lite") is DEVICES["v5e"]
     assert data_sheet("NVIDIA H100 PCIe") is None

@@ -1,4 +1,4 @@
-"""Failed writes are reported in one line, without the pages that Orbax logs."""
+"""Failed writes are reported in one line, without Orbax's tracebacks."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ def test_tracebacks_of_orbax_are_hidden_while_checkpoints_are_open(tmp_path):
 
 
 def test_further_failed_writes_are_not_logged(tmp_path, monkeypatch, caplog):
-    """Orbax raises the error of one; asyncio logs those of the others, when they are collected."""
+    """Orbax raises the first error; asyncio logs the others when they are garbage-collected."""
     made: dict[str, Any] = {}
     source = "async def write():\n    raise ValueError('No space left on device')"
     exec(compile(source, "/site-packages/orbax/checkpoint/writing.py", "exec"), made)
@@ -70,7 +70,7 @@ def test_writes_that_never_began_do_not_warn(tmp_path):
     assert [str(each.message) for each in told] == ["coroutine 'other' was never awaited"]
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+def test_full_disk_error_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     found = Checkpoints(tmp_path, keep=2)
 

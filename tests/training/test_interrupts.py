@@ -1,4 +1,4 @@
-"""Requests to stop: announced once, at once; a second Ctrl-C interrupts."""
+"""Stop requests are announced once, immediately; a second Ctrl-C interrupts."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from dms_jax.training.interrupts import Interrupts
 
 @pytest.fixture
 def interruptible():
-    """Has SIGINT raise KeyboardInterrupt; background processes of a shell ignore it."""
+    """Makes SIGINT raise KeyboardInterrupt, because background processes of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_the_first_signal_is_announced_and_the_second_interrupts():
+def test_first_signal_is_announced_second_interrupts():
     said = []
     with Interrupts(lambda: said.append("stopping")) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)

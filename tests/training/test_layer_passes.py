@@ -1,4 +1,4 @@
-"""Loops over layers write the stacks for the backward pass, and the gradients, only once."""
+"""Layer loops write the stacks for the backward pass, and the gradients, only once."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def passes() -> dict[str, int]:
 def test_stacks_are_not_zeroed_first(passes):
     """By default XLA fills them with zeros: 11 GB of a step of Qwen2.5-0.5B."""
     assert passes["zeroed"] == 0
-    assert passes["zeroed_by_default"] > 10e6  # or what counts them sees nothing any more
+    assert passes["zeroed_by_default"] > 10e6  # otherwise the counter no longer works
 
 
 @pytest.mark.nightly

@@ -1,6 +1,6 @@
 """Training over any mesh of 8 devices equals training on one.
 
-Losses, gradients, noise, the order of the data and the export of 20 steps, and places.
+Compares losses, gradients, noise, data order and export of 20 steps, and placements.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ SEQUENCES, STEPS, LENGTH = 16, 20, 16
 def trained(mesh, passes, trainable):
     """Returns batches, metrics, Adam's first moment (a sum of gradients), and the export.
 
-    Documents are packed with padding, several in a sequence, and some tokens count in no loss.
+    Documents are packed with padding, several per sequence, and some tokens are outside the loss.
     """
     with jax.enable_x64(True), jax.set_mesh(mesh):
         model = LanguageModel(random_model(CONFIG, adapter=True))
@@ -96,8 +96,10 @@ def alone(trainable):
         (2, 2, 2, 1, "all", False),
     ],
 )
-def test_a_layout_changes_nothing(data, sequence, model, passes, trainable, together, monkeypatch):
-    """Nor do the number of passes, and gathering layers once a step or in every pass."""
+def test_mesh_layouts_equal_one_device(
+    data, sequence, model, passes, trainable, together, monkeypatch
+):
+    """Also for other numbers of passes, and with layers gathered once a step or in every pass."""
     if together:
         monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])
     mesh = make_mesh(data, model, sequence=sequence)
@@ -146,7 +148,7 @@ def test_no_device_holds_the_whole_model_in_training(tmp_path):
         evaluate=look,
         evaluate_every=1,
     )
-    # The parameters, their two moments and the teacher, at the least.
+    # At least the parameters, their two moments and the teacher.
     assert len(sizes) > 4 * 5
     embedding = result.transformer.embedding.get_value()
     assert embedding.addressable_shards[0].data.size == embedding.size  # placed for decoding
@@ -178,7 +180,7 @@ with jax.set_mesh(mesh):
 
 @pytest.mark.nightly
 def test_a_stage_is_compiled_once():
-    """In a process of its own, where no kernel has been imported before."""
+    """In a separate process, which has not imported any kernel."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),

@@ -1,4 +1,4 @@
-"""The loss reads its logits, most of the traffic of a small model's step, no more than needed."""
+"""The loss reads its logits, most of a small model's memory traffic, no more than necessary."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def readings() -> dict:
 @pytest.mark.nightly
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_logits_are_read_four_times_on_gpus(direction, readings):
-    """Of student and teacher: a part for the origin, all for the sums and for the gradient."""
+    """Of student and teacher: a part for the origin, all for the sums and the gradient."""
     assert readings[direction]["others"] == 4
     assert readings[direction]["parts"] == 2
-    assert readings[direction].get("products", 0) == 0  # those take the gradient, in bfloat16
+    assert readings[direction].get("products", 0) == 0  # these read the gradient, in bfloat16

@@ -65,7 +65,7 @@ def sums(
 def test_divergence_and_likelihood_equal_numpy(case, direction, chunk, temperature):
     """T^2 KL(softmax(student / T), softmax(teacher / T)) (Hinton et al., arXiv 1503.02531).
 
-    Language modelling is measured at the model's own temperature.
+    Language modelling loss is measured at temperature 1.
     """
     logits, other = case["student"] @ case["matrix"], case["teacher"] @ case["other"]
     student, teacher = (
@@ -87,7 +87,7 @@ def test_divergence_and_likelihood_equal_numpy(case, direction, chunk, temperatu
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("temperature", [1.0, *further(0.25, 3.0)])
 @pytest.mark.parametrize("far", ["both", *further("student", "teacher", "neither")])
-def test_a_logit_far_above_the_origin_does_not_overflow(far, temperature, direction):
+def test_logit_far_above_origin_does_not_overflow(far, temperature, direction):
     """In float32 exp(300) is infinite; the origin is the maximum of the first two logits."""
     random = np.random.default_rng(2)
     size = 32
@@ -165,7 +165,7 @@ def test_gradients_equal_numpy(case, direction, teacher, chunk):
 
 
 def test_chunks_of_bfloat16_add_up_in_float32():
-    """The output matrix's gradient has the error of one rounding, for any size of chunk."""
+    """The output matrix's gradient has the error of one rounding, for any chunk size."""
     random = np.random.default_rng(1)
     length, width, vocabulary = 2048, 8, 32
     hidden = jnp.asarray(random.normal(size=(1, length, width)), jnp.bfloat16)
@@ -196,7 +196,7 @@ def test_chunks_of_bfloat16_add_up_in_float32():
         found = jax.jit(jax.grad(loss), static_argnums=1)(matrix.astype(jnp.float32), chunk)
         chex.assert_type(found, jnp.float32)
         error = np.linalg.norm(found.T - want) / np.linalg.norm(want)
-        # Rounding each gradient of a logit to 8 bits; sums in bfloat16 were off by 0.036.
+        # Each logit's gradient is rounded to 8 bits; sums in bfloat16 were off by 0.036.
         assert error < 2**-9, chunk
 
 

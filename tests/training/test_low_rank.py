@@ -1,4 +1,4 @@
-"""Low-rank training: which arrays change, which have moments, and the same bits after a stop."""
+"""Low-rank training: changed arrays, moments, and bit-equal resumption."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def arrays_of(model):
     return jax.device_get(parameters(model.transformer))
 
 
-def test_only_the_factors_and_the_adapter_move(model, trained):
+def test_only_factors_and_adapter_change(model, trained):
     result, _ = trained
     before, after = arrays_of(model), arrays_of(result)
     assert low_rank.low_rank_of(result.transformer) == SIZE
@@ -75,7 +75,7 @@ def test_only_trained_parameters_have_moments(model):
     assert held == 3 * sum(sizes.values())
 
 
-def test_two_rates(model):
+def test_factors_and_adapter_have_their_rates(model):
     """The factors take the rate of the weights, the adapter its own."""
     for rates, moved in (((0.0, 1e-2), is_adapter), ((1e-2, 0.0), is_low_rank)):
         stage = Stage("ramp", 2, rates[0], 4.0, adapter_learning_rate=rates[1])
@@ -120,8 +120,8 @@ def test_a_stopped_run_ends_in_the_same_bits(model, trained, tmp_path):
     chex.assert_trees_all_equal(arrays_of(whole), jax.device_get(parameters(merged)))
 
 
-def test_trained_further_and_merged(model, trained):
-    """A model that has factors: the teacher is the base, whatever is trained."""
+def test_further_training_and_merging(model, trained):
+    """For a model with factors the teacher is the base, for any trained parameters."""
     result, _ = trained
     losses = {}
     still = Stage("ramp", 1, 0.0, 4.0)
@@ -134,7 +134,7 @@ def test_trained_further_and_merged(model, trained):
         assert kept == (None if trainable == "all" else SIZE)
     assert losses["adapter"] == losses["low_rank"]
     assert losses["all"] == pytest.approx(losses["adapter"], rel=1e-4)
-    # Merged into a new base, the model is its own teacher: only evictions cause a loss.
+    # After merging, the model is its own teacher: only evictions cause a loss.
     own = dataclasses.replace(result, transformer=low_rank.merge(result.transformer))
     records = []
     retrofit(own, EAGER, recipe=recipe(still), on_step=records.append, **COMMON)
@@ -144,7 +144,7 @@ def test_trained_further_and_merged(model, trained):
         retrofit(result, EAGER, recipe=other, **COMMON)
 
 
-def test_the_control_is_low_rank_too(model):
+def test_control_trains_low_rank(model):
     control = LOW_RANK.control(EAGER)
     assert control.trainable == "low_rank"
     result = train(model, recipe=control, **COMMON)
@@ -160,7 +160,7 @@ def test_borrowed_neurons_are_refused(model, policy):
         retrofit(model, policy, recipe=LOW_RANK, **COMMON)
 
 
-def test_the_adapter_file_holds_what_was_trained(tmp_path):
+def test_adapter_file_holds_trained_parameters(tmp_path):
     save(language_model(), Vanilla(), tmp_path / "base")
     base = load(tmp_path / "base")
     result = retrofit(base, EAGER, recipe=LOW_RANK, **COMMON)
@@ -170,7 +170,7 @@ def test_the_adapter_file_holds_what_was_trained(tmp_path):
 
 
 @pytest.mark.parametrize("trainable", ["low_rank", "adapter"])
-def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
+def test_run_writes_only_adapters(tmp_path, trainable):
     """The model and its snapshots; impossible ones are refused before the first step."""
     save(language_model(), Vanilla(), tmp_path / "base")
     base = load(tmp_path / "base")
@@ -194,7 +194,7 @@ def test_a_run_that_writes_adapters_alone(tmp_path, trainable):
 
 
 @pytest.mark.nightly
-def test_in_bfloat16_the_factors_stay_wide():
+def test_factors_stay_float32_in_bfloat16_passes():
     model = language_model(dtype=jnp.bfloat16)
     options = dataclasses.replace(LOW_RANK, compute_dtype="bfloat16", remat="everything")
     result = retrofit(model, EAGER, recipe=options, **COMMON)

@@ -23,7 +23,7 @@ from tests.training.tiny import EAGER, NEURON, documents, language_model, recipe
 
 @pytest.mark.nightly
 def test_a_mesh_does_not_change_a_run_through_all_stages():
-    """The decay of a neuron, the ramp and the steps after it (`test_layouts.py` has every mesh).
+    """The decay of a neuron, the ramp and later steps (`test_layouts.py` has every mesh).
 
     Of language modelling: at the first step of the decay a student is its teacher, and the gradient
     what rounding left of zero.
@@ -78,7 +78,7 @@ def test_parameters_and_moments_are_spread_over_the_mesh():
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", [DMC(offset=0.3, window=4), NEURON], ids=lambda p: p.name)
 def test_merges_and_borrowed_neurons_with_split_rows(policy):
-    """DMC's running means and decisions of a later token; `test_layouts.py` has DMS's adapter."""
+    """DMC's running means, and decisions by a later token; `test_layouts.py` has DMS's adapter."""
     batch = {"tokens": np.random.default_rng(0).integers(0, 29, (2, 24)).astype(np.int32)}
     batch["loss_mask"] = np.ones((2, 24), bool)
     batch["segment_ids"] = np.repeat([[1] * 7 + [2] * 15 + [0] * 2], 2, axis=0)

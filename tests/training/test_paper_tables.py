@@ -55,7 +55,7 @@ def stages(recipe):
     ]
 
 
-def test_the_tables_are_whole():
+def test_tables_are_complete():
     assert [len(table) for table in tables()] == [3, 5, 4]
 
 

@@ -1,4 +1,4 @@
-"""Parameters by name, the added adapter, the zeroed neuron."""
+"""Parameter names, the added adapter, the zeroed neuron."""
 
 import chex
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from tests.support.models import random_model, random_tokens, tiny_config
 from tests.training.tiny import ADAPTER, NEURON
 
 
-def test_rebuilding_gives_the_same_function():
+def test_rebuilt_model_is_the_same_function():
     model = random_model(tiny_config(tied=False, biases=True), dtype=jnp.float32)
     again = rebuilder(model)(parameters(model))
     tokens = jnp.asarray(random_tokens(0, 2, 6))
@@ -26,7 +26,7 @@ def test_rebuilding_gives_the_same_function():
     chex.assert_trees_all_equal(again(tokens, Vanilla()).hidden, hidden)
 
 
-def test_a_new_adapter_decides_nothing_and_shares_the_rest():
+def test_new_adapter_evicts_nothing_and_shares_weights():
     model = random_model(tiny_config(biases=True), dtype=jnp.bfloat16)
     grafted = add_adapter(model)
     before, after = parameters(model), parameters(grafted)
@@ -69,7 +69,7 @@ def test_a_zeroed_neuron_starts_every_logit_at_the_offset(qk_norm):
 @pytest.mark.nightly
 @pytest.mark.parametrize("neuron", ["last", "first"])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
+def test_dmc_borrows_from_queries_and_keys(qk_norm, neuron):
     model = random_model(tiny_config(qk_norm=qk_norm, biases=not qk_norm), dtype=jnp.float32)
     policy = DMC(neuron=neuron)
     before = parameters(model)
@@ -88,7 +88,7 @@ def test_dmc_borrows_of_queries_and_keys(qk_norm, neuron):
     assert not np.any(rebuilder(model)(zeroed)(tokens, policy).decisions)
 
 
-def test_layers_with_a_window_lend_no_neuron():
+def test_windowed_layers_lend_no_neuron():
     config = tiny_config(num_layers=3, layer_types=("sliding", "full"), window=4)
     before = parameters(random_model(config, dtype=jnp.float32))
     zeroed = zero_borrowed_neurons(before, NEURON, config.windowed)
@@ -98,15 +98,15 @@ def test_layers_with_a_window_lend_no_neuron():
     assert not difference[[0, 2]].any()
 
 
-def test_no_neuron_is_zeroed_where_none_is_borrowed():
+def test_without_borrowed_neuron_nothing_is_zeroed():
     before = parameters(random_model(tiny_config(), dtype=jnp.float32))
     zeroed = zero_borrowed_neurons(before, ADAPTER, ())
     chex.assert_tree_all_finite(before)
     chex.assert_trees_all_equal(zeroed, before)
 
 
-def test_only_the_adapter_stays_wide_in_passes():
-    """Its logits are compared with a threshold."""
+def test_adapter_stays_float32_in_passes():
+    """The adapter's logits are compared with a threshold."""
     arrays = parameters(random_model(tiny_config(), adapter=True, dtype=jnp.float32))
     narrow = cast(arrays, jnp.bfloat16)
     for name, array in arrays.items():

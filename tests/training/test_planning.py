@@ -51,7 +51,7 @@ def planned(machine="8xh200", stages=None) -> Plan:
         ("24xh100", "h100", 24, "v5p:2x4x4"),  # on the first 24 of 32
     ],
 )
-def test_machines(name, kind, count, topology):
+def test_machines_are_parsed(name, kind, count, topology):
     machine = find_machine(name)
     assert (machine.kind, machine.count, machine.topology) == (kind, count, topology)
     assert machine.is_tpu == kind.startswith("v")
@@ -66,8 +66,8 @@ def test_unknown_machines_are_refused(name):
         find_machine(name)
 
 
-def test_every_stage_counts_by_itself():
-    """The first takes the most memory, the second the most time."""
+def test_every_stage_is_planned_separately():
+    """The first stage takes the most memory, the second the most time."""
     wide = dataclasses.replace(MEMORY, temporaries=113e9)
     small = StagePlan("neuron_decay", 2000, 32, wide, seconds=0.5)
     plan = planned(stages=(small, StagePlan("ramp", 1000, 1, MEMORY, seconds=2.0)))
@@ -76,14 +76,14 @@ def test_every_stage_counts_by_itself():
     for line in (
         "together                                    148.00",
         "of h200: DOES NOT FIT",
-        "These take less memory: micro_batch_size=1",
+        "These take less memory: `micro_batch_size=1`",
         "2,000 steps of neuron_decay: 0.5 seconds each of 32 passes\n",
         "1,000 steps of ramp: 2.0 seconds each\n",
     ):
         assert line in str(plan)
 
 
-def test_the_report_of_a_plan_that_fits():
+def test_report_of_a_fitting_plan():
     plan = planned()
     assert plan.fits
     for line in (
@@ -111,9 +111,7 @@ def test_the_report_of_a_plan_that_fits():
         ("Internal error", None),
     ],
 )
-def test_memory_named_by_a_compiler_that_refuses(message, asked, monkeypatch):
-    """What it names is everything, and not held twice."""
-
+def test_memory_in_compiler_errors_is_the_total(message, asked, monkeypatch):
     def refuse(stage):
         raise jax.errors.JaxRuntimeError(message)
 
@@ -133,8 +131,11 @@ def test_memory_named_by_a_compiler_that_refuses(message, asked, monkeypatch):
     ("options", "message"),
     [
         (dict(machine="h300"), "There is no machine 'h300'"),
-        (dict(model_shards=3), "8 devices, which model_shards=3 does not divide"),
-        (dict(model_shards=2, expert_shards=8), "model_shards=2 times expert_shards=8 does not"),
+        (dict(model_shards=3), "8 devices, which `model_shards=3` does not divide"),
+        (
+            dict(model_shards=2, expert_shards=8),
+            "`model_shards=2` times `expert_shards=8` does not",
+        ),
     ],
 )
 def test_impossible_plans_are_refused(options, message):
@@ -145,7 +146,7 @@ def test_impossible_plans_are_refused(options, message):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The stages whose steps were compiled: for CPUs, and without a compiler."""
+    """Returns the stages whose steps were compiled, for CPUs and without a compiler."""
     stages = []
 
     def memory(program, stage):
@@ -184,7 +185,7 @@ def test_a_supervised_stage_runs_no_backward_pass_through_layers():
     assert supervised < ramp / 3
 
 
-def test_bytes_of_a_device_are_those_of_its_shards():
+def test_device_bytes_equal_its_shards():
     program = program_of_shape(
         language_model().config, ADAPTER, recipe(), make_mesh(2, 2), "float32"
     )

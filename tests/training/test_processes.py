@@ -24,7 +24,7 @@ from dms_jax.training import retrofit
 from tests.training.killing import EXPORT, compare, finish, start
 from tests.training.tiny import EAGER, documents, language_model, recipe
 
-# One program for all tests: it is compiled once.
+# One program for all tests, compiled once.
 TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20, snapshots=[1.5])
 
 
@@ -41,7 +41,7 @@ def export(out: pathlib.Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a run of two processes that nothing stops, and their reports."""
+    """The directory of an uninterrupted run of two processes, and their reports."""
     out = tmp_path_factory.mktemp("two") / "whole"
     return out, run(2, out, **TOLD)
 
@@ -79,10 +79,10 @@ def test_sigterm_to_one_process_stops_all_and_the_run_resumes(tmp_path, whole):
 
 @pytest.mark.nightly
 def test_a_preemption_notice_stops_all_at_one_step(tmp_path):
-    """SIGTERM without a handler of the run reaches only jax's preemption service.
+    """Without the run's handler SIGTERM reaches only jax's preemption service.
 
-    So it is where the run is in another thread than the main one. The processes agree on a step
-    that none has reached; the pause lets the service of the other hear of it.
+    This is so if the run is not in the main thread. The processes agree on a step that none has
+    reached; the pause lets the other process's service learn of it.
     """
     stopped = run(2, tmp_path / "run", term=[1, 2], thread=True, pause=0.5, **TOLD)
     ends = [each["ended"] for each in stopped]
@@ -94,14 +94,14 @@ def test_a_preemption_notice_stops_all_at_one_step(tmp_path):
 
 @pytest.mark.nightly
 def test_a_killed_run_ends_in_the_same_bits(tmp_path):
-    """Of one process; `tests/training/killing.py` does it to two, five times."""
+    """With one process; `tests/training/killing.py` kills two processes, five times."""
     same, (kill,) = compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
     assert same
     assert kill["process"] == 0 <= kill["step"] <= kill["reached"]
 
 
 @pytest.mark.nightly
-def test_an_error_of_one_ends_all(tmp_path):
+def test_error_in_one_process_ends_all(tmp_path):
     one, other = run(2, tmp_path / "run", fail=[1, 1], **TOLD)
     assert other["ended"] == "ValueError: a callback that fails"
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
@@ -109,9 +109,9 @@ def test_an_error_of_one_ends_all(tmp_path):
 
 @pytest.mark.nightly
 def test_a_failed_export_ends_all_processes(tmp_path):
-    """The error is reported once: a second report waited for processes that had exited.
+    """The error is reported once: a second report would wait for exited processes.
 
-    There is to be a checkpoint of its step too.
+    A checkpoint of the same step is due, too.
     """
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "snapshots").write_text("")
@@ -122,7 +122,7 @@ def test_a_failed_export_ends_all_processes(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_failed_share_of_an_export_ends_all_and_is_repeated(tmp_path, whole):
+def test_failed_export_share_ends_all_and_repeats(tmp_path, whole):
     """The second process fails to write its share of the files."""
     out, cut = tmp_path / "run", TOLD | {"size": 10_000}
     one, other = run(2, out, full=1, **cut)
@@ -164,7 +164,7 @@ SLURM = {
     [
         ({}, None),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-        # An allocation of four tasks, in which this process was started without srun.
+        # An allocation of four tasks, with this process started without srun.
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, {"num_processes": 4}),
         (
@@ -207,8 +207,8 @@ def test_processes_are_found_in_the_environment(environment, expected):
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [(b"a,b,c,d", {}), (b"a", None)])
-def test_a_tpu_machine_asks_its_metadata(monkeypatch, tmp_path, hosts, expected):
-    assert arguments({}) is None  # without a TPU nothing is asked
+def test_tpu_machine_reads_its_metadata(monkeypatch, tmp_path, hosts, expected):
+    assert arguments({}) is None  # without a TPU nothing is queried
     monkeypatch.setattr(processes, "_TPU_DEVICES", (tmp_path,))
     monkeypatch.setattr(processes.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(hosts))
     assert arguments({}) == expected
@@ -217,7 +217,7 @@ def test_a_tpu_machine_asks_its_metadata(monkeypatch, tmp_path, hosts, expected)
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"JAX_COORDINATOR_ADDRESS": "first:99"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must say"),
+        ({"JAX_COORDINATOR_ADDRESS": "first:99"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must give"),
         (
             {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two"},
             "JAX_NUM_PROCESSES must be a whole number, got 'two'",
@@ -235,7 +235,7 @@ def test_incomplete_arguments_are_refused():
 
 
 def test_a_mesh_without_a_process_is_refused(monkeypatch):
-    """It failed later, without rows to draw, and the other processes waited for it."""
+    """It used to fail later, without rows to draw, while the other processes waited."""
     meshes = [None, make_mesh(4, 2)]
     for mesh in meshes:
         processes.check_mesh(mesh)
@@ -247,8 +247,8 @@ def test_a_mesh_without_a_process_is_refused(monkeypatch):
             retrofit(language_model(), EAGER, recipe=recipe(), data=documents(), mesh=mesh)
 
 
-def test_a_single_process_is_left_as_it_is():
-    """Agreements are its own wishes; texts and arrays are returned unchanged."""
+def test_single_process_needs_no_agreement():
+    """It agrees with itself; texts and arrays are returned unchanged."""
     assert not connect()
     agree = Agreement()
     assert agree(True, False) == (True, False)
@@ -262,7 +262,7 @@ def test_a_single_process_is_left_as_it_is():
 
 
 def test_reading_an_array_leaves_no_copy_on_the_host():
-    """jax.device_get keeps what it returned for as long as the array lives."""
+    """jax.device_get caches its result for as long as the array lives."""
     array = jax.device_put(
         np.arange(2.0**17).reshape(8, -1), NamedSharding(make_mesh(8), PartitionSpec("data"))
     )

@@ -1,4 +1,4 @@
-"""The program of a step: what it takes is what a trainer gives it."""
+"""The program of a step takes exactly the trainer's arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ DECAY, RAMP = Stage("neuron_decay", 1, 1e-3), Stage("ramp", 3, 1e-3, 4.0)
 
 
 def described(tree):
-    """Returns the structure of a tree, and shape, type and place of its arrays."""
+    """Returns the structure of a tree, and shape, dtype and placement of its arrays."""
     arrays = [
         (x.shape, str(x.dtype), x.sharding.shard_shape(x.shape), x.sharding.device_set)
         for x in jax.tree.leaves(tree)
@@ -27,7 +27,7 @@ def described(tree):
 
 
 class Recorded(Exception):
-    """The arguments of a step, taken before it runs."""
+    """The arguments of a step, recorded before it runs."""
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ class Recorded(Exception):
     ],
     ids=["adapter-all", "adapter", "low-rank", "neuron", "dmc"],
 )
-def test_a_planned_step_takes_what_a_trainer_gives(policy, changes, monkeypatch):
+def test_planned_step_has_the_trainers_arguments(policy, changes, monkeypatch):
     mesh = make_mesh(2, 2)
     made = recipe(DECAY, RAMP, batch_size=8, micro_batch_size=2, **changes)
     model = language_model(dtype=jnp.bfloat16)

@@ -122,12 +122,12 @@ def test_the_settings_of_the_dmc_paper():
         (lambda: recipes.dmc_paper(3, model="llama-2-70b"), "llama-2-70b to .* at most 2, not 3"),
     ],
 )
-def test_what_the_papers_did_not_do_is_refused(make, message):
+def test_unpublished_settings_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_self_taught():
+def test_self_taught_settings():
     """The settings of nine measured trainings."""
     recipe = recipes.dms_self_taught()
     assert recipe.total_steps(ADAPTER) == 610
@@ -216,7 +216,7 @@ def test_the_learning_rate_follows_optax(warmup, final):
         assert found == pytest.approx(float(expected), rel=1e-5, abs=1e-9)
 
 
-def test_both_groups_of_parameters_follow_the_schedule():
+def test_both_parameter_groups_follow_the_schedule():
     stage = Stage(
         "train", 10, 1e-3, warmup_steps=2, adapter_learning_rate=1e-2, final_learning_rate=1e-4
     )
@@ -229,7 +229,7 @@ def test_both_groups_of_parameters_follow_the_schedule():
 
 @pytest.mark.parametrize("policy", [ADAPTER, NEURON, MERGING, POOLING], ids=repr)
 @pytest.mark.parametrize("make", [recipes.dms_published, recipes.dms_paper, recipes.dmc_paper])
-def test_the_control_goes_through_the_steps_of_the_retrofit(policy, make):
+def test_control_has_the_steps_of_the_retrofit(policy, make):
     recipe = make(4)
     control = recipe.control(policy)
     total = recipe.total_steps(policy)
@@ -371,7 +371,7 @@ def test_a_recipe_cannot_be_scaled_to_nothing(options, message):
         recipes.dmc_paper(2).scaled(MERGING, **options)
 
 
-def test_what_a_policy_trains():
+def test_trained_parameters_of_each_policy():
     recipe = recipes.dms_published()
     assert recipe.trained_for(ADAPTER) == "adapter"
     assert recipe.trained_for(NEURON) == recipe.control(ADAPTER).trainable == "all"

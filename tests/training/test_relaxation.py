@@ -28,7 +28,7 @@ class ReleasedCodeTest(chex.TestCase):
     )
 
     @chex.variants(with_jit=True, without_jit=True)
-    def test_the_gating(self):
+    def test_gating_equals_released_code(self):
         logits, noise, noisy, alpha, hard, bias = jnp.asarray(self.ROWS).T
         found = self.variant(functools.partial(noisy_logits, temperature=0.1))(logits, noise)
         chex.assert_trees_all_close(found, noisy, rtol=1e-12)

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes with remat="auto"."""
+"""The operations that the backward pass recomputes with remat="auto"."""
 
 import dataclasses
 import warnings
@@ -41,7 +41,7 @@ OPEN = Recipe("open", (Stage("ramp", 10, 1e-5, 4.0),), sequence_length=4096, bat
 def test_products_are_kept_where_memory_allows(
     shape, length, sequences, trainable, device, expected
 ):
-    """On an H200 as measured: 39 and 43 of 141 GB with them kept."""
+    """Measured on an H200: 39 and 43 of 141 GB with kept products."""
     open_one = dataclasses.replace(OPEN, sequence_length=length, batch_size=sequences)
     config, policy = SHAPES[shape], DMS(source="adapter")
     skeleton = low_rank.skeleton(
@@ -64,7 +64,7 @@ def test_products_are_kept_where_memory_allows(
 
 
 def test_tensor_parallelism_does_not_split_hidden_states():
-    """Every device keeps the inputs of layers and the sums after attention whole."""
+    """Every device keeps whole inputs of layers and sums after attention."""
     heads = dict(num_layers=13, num_heads=8, num_kv_heads=4, head_dim=16)
     config = dataclasses.replace(tiny_config(), hidden_size=64, intermediate_size=224, **heads)
     one = dataclasses.replace(OPEN, sequence_length=192, compute_dtype="float32", batch_size=3)
@@ -72,7 +72,7 @@ def test_tensor_parallelism_does_not_split_hidden_states():
         remat: kept_bytes(config, one, remat, 3, model=4) / (4 * 13 * 3 * 192)
         for remat in ("all_but_products", "all_but_attention", "everything")
     }
-    # As in the compiled step: x, its sum with attention; outputs, queries, keys and values; gates.
+    # As in the compiled step: x and its sum with attention; outputs, queries, keys, values; gates.
     assert kept["all_but_products"] == 64 + 64 + (128 + 128 + 128 + 448) / 4
     assert (kept["all_but_attention"], kept["everything"]) == (64 + 128 / 4, 64)
 
@@ -145,8 +145,8 @@ def test_a_first_step_out_of_memory_keeps_less(monkeypatch):
 
 
 @pytest.mark.parametrize("remat", ["auto", "nothing"])
-def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
-    """Only "auto" falls back."""
+def test_out_of_memory_error_suggests_remat(remat, monkeypatch):
+    """Only "auto" falls back to less."""
     steps = Exhausted(monkeypatch, fits=())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -160,11 +160,11 @@ def test_out_of_memory_says_what_takes_less(remat, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
+def test_result_too_large_for_decoding_stays_split(tmp_path, monkeypatch):
     """Decoding holds a whole model on each shard of `data`; the moments are freed before."""
     model, held = language_model(), []
     shape = model.transformer.embedding.get_value().shape
-    earlier = jax.live_arrays()  # other tests' arrays, kept so that no identity is used again
+    earlier = jax.live_arrays()  # other tests' arrays, kept so that no id is reused
     known = {id(x) for x in earlier}
 
     def place(_):

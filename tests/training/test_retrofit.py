@@ -1,4 +1,4 @@
-"""`retrofit` from end to end on a tiny model: what it writes, resumes, refuses and reports."""
+"""`retrofit` end to end on a tiny model: files, resumption, refusals and reports."""
 
 import dataclasses
 import itertools
@@ -98,7 +98,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(model, reference, tmp_path, monk
     ]
     assert logged == without
 
-    # A finished run is only restored; its export is a checkpoint that declares the policy.
+    # A finished run is only restored; its export declares the policy.
     steps = []
     again = run(model, out=tmp_path / "run", on_step=steps.append)
     assert not steps
@@ -146,14 +146,14 @@ def test_the_borrowed_neuron_decays_and_is_zeroed(model):
     """If its weights were not zeroed, half of the decisions would be saturated."""
     options = recipe(Stage("neuron_decay", 3, 1e-4), Stage("ramp", 3, 1e-4, 4.0), trainable="auto")
     records = []
-    # The same batch at every step, because the divergence differs more between batches.
+    # The same batch at every step, because the divergence varies more between batches.
     result = run(model, NEURON, recipe=options, data=forever(), on_step=records.append)
     assert [record["stage"] for record in records] == ["neuron_decay"] * 3 + ["ramp"] * 3
     assert [record["evicted"] for record in records[:3]] == [0, 0, 0]
     divergences = [record["distillation_loss"] for record in records[:3]]
     assert abs(divergences[0]) < 1e-6
     assert divergences[0] < divergences[1] < divergences[2]
-    # sigmoid(-5) of the 2 x 2 x 4 x 12 noisy decisions say evict: about one.
+    # A share of sigmoid(-5) of the 2 x 2 x 4 x 12 noisy decisions evicts: about one.
     assert records[3]["evicted"] < 0.05
     assert not result.transformer.has_adapter
     with pytest.raises(ConfigError, match="cannot be the teacher"):
@@ -209,7 +209,7 @@ def test_a_step_with_nan_is_skipped_and_counted():
     bad = tokens.copy()
     bad[2, 5] = 30
     arrays = []
-    for at in (2, 3, None):  # the bad one is followed by others, or by none
+    for at in (2, 3, None):  # the bad step is followed by others, or by none
         batches = [{"tokens": bad if step == at else tokens} for step in range(6)]
         records = []
         result = run(broken, data=iter(batches), on_step=records.append)
@@ -225,14 +225,14 @@ def test_a_step_with_nan_is_skipped_and_counted():
 def test_skipped_steps_are_counted_across_resumes(model, tmp_path):
     with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
         run(model, out=tmp_path, stop_after=1e-9)
-    # As if step 1 had been skipped; step 2 is taken again.
+    # As if step 1 had been skipped; step 2 runs again.
     lines = ({"step": step, "skipped": True, "skipped_steps": step} for step in (1, 2))
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(model, out=tmp_path)
     assert [line["skipped_steps"] for line in log(tmp_path)] == [1] * 6
 
 
-def test_the_log_is_json_whatever_was_measured(model, tmp_path):
+def test_log_is_valid_json_with_nan(model, tmp_path):
     measured = {"loss": math.nan, "accuracy": 0.5, "divergence": math.inf}
     run(model, out=tmp_path, evaluate=lambda _: measured)
     text = (tmp_path / "log.jsonl").read_text()
@@ -240,7 +240,7 @@ def test_the_log_is_json_whatever_was_measured(model, tmp_path):
     assert last["evaluation"] == {"loss": None, "accuracy": 0.5, "divergence": None}
 
 
-def test_a_skipped_step_changes_only_its_number():
+def test_skipped_step_changes_only_the_step_number():
     broken = broken_at(language_model(tied=False), token=30)
     trainer = Trainer(broken, EAGER, RECIPE, seed=0, mesh=None)
     tokens = random_tokens(0, 4, LENGTH) % 30
@@ -256,7 +256,7 @@ def test_a_skipped_step_changes_only_its_number():
     chex.assert_trees_all_equal(after.optimizer, before.optimizer)
 
 
-def test_an_unwritable_directory_is_found_before_training(model, tmp_path):
+def test_unwritable_directory_is_refused_before_training(model, tmp_path):
     (tmp_path / "file").write_text("")
     started = []
     with pytest.raises(CheckpointError, match=r"cannot be written to .*Give another `out`"):
@@ -280,7 +280,7 @@ def test_impossible_calls_are_refused(model, policy, changes, message):
 
 
 def test_a_retrofit_reaches_its_target(model):
-    """A new adapter learns to evict about as much as its target says: half of the tokens.
+    """A new adapter learns to evict about its target share, half of the tokens.
 
     Decisions are softer than the paper's, so that gradients reach them within a few steps. The
     target stays as long as the ramp took, and the compression loss outweighs distillation. Over ten
@@ -295,7 +295,7 @@ def test_a_retrofit_reaches_its_target(model):
     options = recipe(*stages, trainable="adapter", batch_size=4, compression_weight=30.0)
     records = []
     result = run(model, policy, recipe=options, on_step=records.append)
-    # sigmoid(-5) of the 2 x 2 x 4 x 12 noisy decisions say evict: about one, and ten at the most.
+    # A share of sigmoid(-5) of the 2 x 2 x 4 x 12 noisy decisions evicts: about one, at most ten.
     assert records[0]["evicted"] < 0.05
     assert records[-1]["target"] == 0.5
     assert 0.4 < np.mean([record["evicted"] for record in records[-10:]]) < 0.7

@@ -1,4 +1,4 @@
-"""Training the scorers of KVzap and KVpop, and DMS after a warm-up, from attention."""
+"""Training from attention: the scorers of KVzap and KVpop, and DMS after a warm-up."""
 
 import dataclasses
 import itertools
@@ -76,8 +76,8 @@ def float64():
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("policy", [ZAP, POP, *further(WARM, KVzap(window=3, hidden=0))], ids=repr)
-def test_scorers_learn_the_importance_in_attention(policy):
-    """Predictions and their targets, of every layer, against the NumPy transformer."""
+def test_scorer_targets_equal_the_oracle(policy):
+    """Predictions and targets of every layer against the NumPy transformer."""
     model = random_model(tiny_config(), adapter=policy.retrofit.adapter, seed=2)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, (2, 21))
     seen = jax.jit(lambda m, t: m(t, policy, relaxation=Relaxation(supervised=True)).supervision)(
@@ -134,7 +134,7 @@ def test_sinks_are_the_first_tokens_of_each_document(policy):
 
 
 def test_importance_includes_low_rank_updates():
-    """As they do once they are merged into the weights."""
+    """Importance is the same after merging the updates."""
     model = random_model(tiny_config(), adapter=ZAP.retrofit.adapter, seed=2)
     size = low_rank.LowRank(2, 4.0)
     factors = low_rank.initial_factors(model, size, jax.random.key(0))
@@ -168,7 +168,7 @@ def test_supervised_losses_equal_numpy():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["KVzap", "KVpop"])
-def test_the_loss_falls_and_nothing_but_the_scorer_changes(base, trained, name):
+def test_loss_falls_and_only_the_scorer_changes(base, trained, name):
     model, losses = trained[name]
     # Seen: KVzap 16.5 to 0.54, KVpop 6.8 to 0.19.
     assert np.mean(losses[-5:]) < 0.1 * losses[0]
@@ -222,7 +222,7 @@ def test_calibration_moves_dms_to_other_ratios():
     assert policy == dataclasses.replace(WARM, alpha_offset=policy.alpha_offset)
 
 
-def test_a_warm_up_teaches_the_adapter_alone_and_then_the_ramp_everything(monkeypatch):
+def test_warm_up_trains_adapter_then_ramp_trains_all(monkeypatch):
     monkeypatch.setattr(trainer, "peak_operations", lambda mesh: 1e12)
     base = language_model(biases=True)
     records: list[dict[str, Any]] = []
@@ -304,7 +304,7 @@ def test_mismatched_recipes_and_policies_are_refused(base):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", [ZAP, POP, KVzap(window=WINDOW, hidden=0)], ids=repr)
-def test_scorers_travel_in_checkpoints_and_as_adapters(base, trained, tmp_path, policy):
+def test_scorers_are_saved_in_checkpoints_and_adapters(base, trained, tmp_path, policy):
     save(base, Vanilla(), tmp_path / "base")
     original = load(tmp_path / "base")
     model = retrofit(

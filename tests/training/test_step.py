@@ -1,4 +1,4 @@
-"""The step: accumulation, padding, noise, which positions are distilled, types."""
+"""The step: accumulation, padding, noise, distilled positions, dtypes."""
 
 import chex
 import jax
@@ -45,7 +45,7 @@ def ragged_passes(shape):
 
 
 @pytest.mark.nightly
-def test_neither_accumulation_nor_rematerialisation_nor_unrolling_changes_gradients():
+def test_accumulation_remat_and_unrolling_keep_gradients():
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
         whole, parts = gradients(model, EAGER, recipe(), ragged_passes((1, 4)))
@@ -72,7 +72,7 @@ def test_padding_changes_nothing():
 
 
 def test_every_pass_draws_its_own_noise():
-    """Two passes of the same tokens draw different noise, so their mean differs from the first."""
+    """Two passes over the same tokens draw different noise: their mean differs from the first."""
     model = language_model(adapter=True)
     one = ragged_passes((1, 4))
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
@@ -83,10 +83,10 @@ def test_every_pass_draws_its_own_noise():
 
 
 @pytest.mark.parametrize("positions", ["targets", *further("inputs")])
-def test_answers_are_distilled_where_they_are_predicted(positions):
+def test_distillation_counts_only_answer_positions(positions):
     """Prompt, answer, end token, padding: the mean divergence against float64, token by token.
 
-    By "targets" the first token of the answer counts and what follows the end token does not.
+    With "targets" the first token of the answer counts, and the token after the end token does not.
     """
     with jax.enable_x64(True):
         model = language_model(adapter=True, dtype=jnp.float64)
@@ -124,7 +124,7 @@ def step_once(trainer, options, tokens=None):
     return trainer.step([batch], options.progress(int(trainer.state.step), EAGER))
 
 
-def test_auto_trains_the_adapter_alone_or_everything():
+def test_auto_trains_adapter_or_all():
     model = language_model()
     options = recipe(trainable="auto")
     adapter = Trainer(model, ADAPTER, options, seed=0, mesh=None)
@@ -137,7 +137,7 @@ def test_auto_trains_the_adapter_alone_or_everything():
 def test_bfloat16_passes_over_float32_parameters():
     model = language_model(dtype=jnp.bfloat16)
     options = recipe(compute_dtype="bfloat16")
-    # The adapter starts at zero and every decision says keep, so nothing is masked.
+    # The adapter starts at zero, so every decision keeps and nothing is masked.
     trainer = Trainer(model, ADAPTER, options, seed=0, mesh=None)
     tokens = random_tokens(0, 4, LENGTH)
     metrics = step_once(trainer, options, tokens)

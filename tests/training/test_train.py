@@ -1,4 +1,4 @@
-"""`train`: language modelling without a policy, from the first step to a resumed run."""
+"""`train`: language modelling without a policy, from the first step to resumption."""
 
 import dataclasses
 import itertools
@@ -134,7 +134,7 @@ def test_a_stopped_run_resumes_bit_for_bit(model, reference, tmp_path):
 
 
 def test_every_step_is_timed_by_itself(model):
-    """Steps in flight at the end are read together, but each has its own duration."""
+    """Steps in flight at the end are collected together, but each has a separate duration."""
     wait, records = 0.1, []
 
     def slow():
@@ -144,14 +144,14 @@ def test_every_step_is_timed_by_itself(model):
 
     options = dataclasses.replace(RECIPE, stages=(dataclasses.replace(STAGE, steps=6),))
     run(model, recipe=options, data=slow(), on_step=records.append)
-    # A busy machine may see one step end late, at the cost of the next, but not most of them.
+    # On a busy machine one step may end late at the next one's cost, but not most steps.
     assert np.median([record["seconds"] for record in records]) > 0.7 * wait
     for record in records:  # steps read together would have a hundredth of it
         assert record["seconds"] > 0.1 * wait
         assert record["tokens_per_second"] == record["tokens"] / record["seconds"]
 
 
-def test_end_tokens_are_ignored_wherever_batches_come_from(model):
+def test_end_tokens_are_ignored_for_every_batch_source(model):
     ends = dataclasses.replace(model.generation, eos_token_ids=(7, 11))
     ending = dataclasses.replace(model, generation=ends)
     tokens = random_tokens(3, 4, LENGTH)
@@ -207,8 +207,8 @@ def test_impossible_calls_are_refused(model, options, message):
         run(model, **options)
 
 
-def test_batches_of_a_caller_are_checked(model):
-    """A token outside the vocabulary would silently count as another one."""
+def test_callers_batches_are_checked(model):
+    """A token outside the vocabulary would silently be treated as another one."""
     outside = {"tokens": np.full((4, LENGTH), VOCABULARY)}
     with pytest.raises(dms_jax.DataError, match=f"must lie in 0 ... {VOCABULARY - 1}"):
         run(model, data=iter([outside]))

@@ -1,4 +1,4 @@
-"""The digest of the weights that checkpoints lack."""
+"""The fingerprint of weights that checkpoints leave out."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
-"""Which tokens the losses count, who the teacher is, and when noise and moments are reset.
+"""Counted tokens of the losses, the teacher, and resets of noise and moments.
 
-All of it is seen in the records of a run and in its models, whose logits NumPy compares.
+Checked by the records of a run and its models, whose logits are compared in NumPy.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from tests.support.instances import further
 from tests.support.models import random_tokens
 from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
 
-# Nothing is ever evicted, so the student equals vanilla.
+# Nothing is evicted, so the student equals vanilla.
 PLAIN = DMS(window=3, source="adapter", alpha_offset=1e6)
 
 
@@ -70,11 +70,11 @@ def run(model, policy, options, batch, **more):
     return records, models
 
 
-def test_the_teacher_is_fixed_and_only_counted_tokens_matter(model):
-    """Weights decay by a fifth in each step; half of the sequences do not count.
+def test_teacher_is_fixed_and_uncounted_tokens_ignored(model):
+    """Weights decay by a fifth in each step; half of the sequences are not counted.
 
-    A sequence that repeats one token has the same distribution at every position, so it does not
-    matter which positions are compared.
+    A sequence that repeats one token has the same distribution at every position, so any positions
+    may be compared.
     """
     tokens = np.repeat(np.array([[3], [7], [11], [19]], np.int32), LENGTH, axis=1)
     mask = np.repeat(np.array([[True], [True], [False], [False]]), LENGTH, axis=1)
@@ -95,7 +95,7 @@ def test_the_teacher_is_fixed_and_only_counted_tokens_matter(model):
 
 @pytest.mark.parametrize("packed", [True, *further(False)])
 def test_the_last_token_of_a_sequence_predicts_nothing(model, packed):
-    """In particular, the first token of the same sequence is no target."""
+    """In particular, the sequence's first token is not its target."""
     tokens = random_tokens(5, 4, LENGTH)
     batch = {"tokens": tokens} | ({"segment_ids": np.ones_like(tokens)} if packed else {})
     records = []
@@ -163,7 +163,7 @@ def test_the_held_out_divergence_is_a_mean_over_counted_tokens(model):
     assert same["a"] == pytest.approx(0, abs=1e-6)
 
 
-def test_every_step_draws_its_own_noise_from_the_seed(model):
+def test_noise_differs_by_step_and_follows_the_seed(model):
     """One batch, and weights that do not change."""
     options = recipe(Stage("ramp", 4, 1e-30, 1.0001))
     batch = {"tokens": random_tokens(6, 4, LENGTH)}
@@ -177,7 +177,7 @@ def test_every_step_draws_its_own_noise_from_the_seed(model):
 
 
 def test_moments_are_reset_after_the_decay(model):
-    """Every weight moves by the learning rate: g / sqrt(g^2), without earlier moments."""
+    """Without earlier moments every weight moves by the learning rate, g / sqrt(g^2)."""
     rate = 1e-3
     options = recipe(
         Stage("neuron_decay", 2, rate), Stage("ramp", 2, rate, 4.0), weight_decay=0.0, clip=1e9
@@ -187,7 +187,7 @@ def test_moments_are_reset_after_the_decay(model):
     arrays = [parameters(each.transformer) for each in models]
 
     def lengths(step):
-        """Returns the update of a step in units of the rate, without the matrix that is zeroed."""
+        """Returns the update of a step in units of the rate, without the zeroed matrix."""
         return np.concatenate(
             [
                 np.abs(np.asarray(arrays[step][name] - arrays[step - 1][name])).ravel() / rate
@@ -224,7 +224,7 @@ def test_masks_and_segments_of_another_shape_are_refused(model, name, shape):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_segments_in_only_some_passes_are_refused(model, first):
-    """Segment ids of a second pass used to be ignored if the first had none."""
+    """Segment ids of a second pass used to be ignored if the first pass had none."""
     tokens = random_tokens(5, 2, LENGTH)
     batches = [{"tokens": tokens}, {"tokens": tokens, "segment_ids": np.ones_like(tokens)}]
     options = recipe(Stage("train", 1, 1e-3), loss="language_modeling", micro_batch_size=2)

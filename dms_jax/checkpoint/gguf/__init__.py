@@ -6,8 +6,8 @@
     weights.py     tensors under their Hugging Face names, dequantised row by row
     tokenizer.py   vocabulary, chat template and special tokens
 
-Served: the architectures llama (Mistral's models come as llama, too), qwen2, qwen3, qwen3moe,
-gemma3 and gpt-oss. Everything else is refused by name.
+Supported: the architectures llama (also used for Mistral's models), qwen2, qwen3, qwen3moe, gemma3
+and gpt-oss. Everything else is refused by name.
 """
 
 from dms_jax.checkpoint.gguf.config import read_model

@@ -1,10 +1,10 @@
 """Convert the metadata of a GGUF file into a `ModelConfig`.
 
-Every entry under the architecture's name (`llama.block_count`) must be known here or be neutral (0,
-false, empty), because an unknown entry could change what the model computes.
+Every entry under the architecture's name (`llama.block_count`) must be known here or neutral (0,
+false, empty), because an unknown entry could change the model.
 
-The rotary scaling of Llama 3.1 and later is not in the metadata, but in a tensor,
-rope_freqs.weight [D/2], as the factor that each frequency is divided by:
+The rotary scaling of Llama 3.1 and later is not in the metadata but in a tensor, rope_freqs.weight
+[D/2], the divisor of each frequency:
 
     f_i = 1 / ((1 - s_i) / F + s_i)
     s_i = clip((original / wavelength_i - low) / (high - low), 0, 1)
@@ -27,7 +27,7 @@ from dms_jax.config import Experts, Layers, ModelConfig, Rope, scaled_positions
 from dms_jax.config_checks import FAMILIES
 from dms_jax.errors import CheckpointError, ConfigError, plain
 
-# GGUF architecture: Hugging Face family. llama.cpp's converter writes Mistral models as llama.
+# GGUF architecture -> Hugging Face family. llama.cpp's converter writes Mistral models as llama.
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "gpt-oss": "gpt_oss",
 }
 
-# llama.cpp's numbers of how experts are weighed: a softmax over all, or over the chosen ones.
+# llama.cpp's codes of expert weighting: a softmax over all experts, or over the chosen ones.
 _GATING = {"qwen3_moe": 1, "gpt_oss": 3}
 
 # Values of general.type in files that are not models.
@@ -48,7 +48,7 @@ _KINDS = {
     "vocab": "a vocabulary without a model",
 }
 
-# Entries that are read below, or that do not affect what is computed.
+# Entries that are read below or do not affect the computation.
 _KNOWN = {
     "vocab_size",
     "context_length",
@@ -83,7 +83,7 @@ _KNOWN_OF_EXPERTS = {
     "expert_gating_func",
     "expert_weights_norm",
 }
-# Factors, which change nothing if they are 1.
+# Factors, which are neutral if they are 1.
 _FACTORS = {
     "embedding_scale",
     "residual_scale",
@@ -98,8 +98,8 @@ def read_model(files: GgufFiles) -> tuple[ModelConfig, Tensors]:
     """Read the config of a model and find its tensors.
 
     Raises:
-        CheckpointError: the file is damaged, or does not contain a model that is served.
-        ConfigError: the metadata are malformed, or describe a model that is not served exactly.
+        CheckpointError: the file is damaged, or does not contain a supported model.
+        ConfigError: the metadata are malformed, or describe a model that is not supported exactly.
     """
     architecture = _architecture(files)
     family = ARCHITECTURES[architecture]
@@ -136,7 +136,7 @@ def _config(
         metadata.must_be(key, head_dim, CountOnDevice, "the size of a head")
     metadata.must_be("attention.causal", True, bool, "attention to the past alone")
     vocab_size = weights.shapes.get("model.embed_tokens.weight", (0,))[0]
-    if vocab_size:  # else the tensor is reported as missing
+    if vocab_size:  # else the tensor is reported as missing later
         metadata.must_be("vocab_size", vocab_size, CountOnDevice, "the rows of token_embd.weight")
     positions = metadata.get("context_length", CountOnDevice)
     rope = _rope(metadata, weights, positions, head_dim)
@@ -155,7 +155,7 @@ def _config(
         positions = scaled_positions(rope, positions)
         if family == "gpt_oss":
             options |= _windows(metadata, num_layers, window, every=2)
-            if rope.kind == "yarn":  # as its config has it; files do not say
+            if rope.kind == "yarn":  # from the model's config; GGUF files do not contain it
                 rope = dataclasses.replace(rope, truncate=False)
         elif 0 < window < positions:
             raise ConfigError(
@@ -202,7 +202,7 @@ def _windows(metadata: "_Metadata", num_layers: int, window: int, *, every: int)
 def _gemma3(
     metadata: "_Metadata", num_layers: int, head_dim: int, hidden_size: int, num_heads: int
 ) -> dict[str, Any]:
-    """Returns what files of Gemma 3 leave out: the rope of sliding layers, the attention scale."""
+    """Returns what Gemma 3's files lack: the rope of sliding layers, the attention scale."""
     # Only the largest model (62 layers) does not scale by its head size.
     scale = (hidden_size / num_heads) ** -0.5 if num_layers == 62 else None
     return dict(
@@ -222,7 +222,7 @@ def _experts(metadata: "_Metadata", family: str) -> Experts:
 
 
 def _architecture(files: GgufFiles) -> str:
-    """Read the architecture of a file; raises CheckpointError if it is not served."""
+    """Read the architecture of a file; raises CheckpointError if it is unsupported."""
     kind = files.metadata.get("general.type", "model")
     if kind != "model":
         what = _KINDS.get(kind, "not served") if isinstance(kind, str) else "not served"
@@ -237,7 +237,7 @@ def _architecture(files: GgufFiles) -> str:
 
 
 class _Metadata:
-    """The metadata entries of the architecture, by key without its name."""
+    """The metadata entries of the architecture, by key without the prefix."""
 
     def __init__(self, files: GgufFiles):
         self.name = files.name
@@ -294,17 +294,17 @@ class _Metadata:
         ]
         if unknown:
             raise ConfigError(
-                f"{self.name} asks for what is not served: {', '.join(sorted(unknown)[:20])}"
+                f"{self.name} has unsupported settings: {', '.join(sorted(unknown)[:20])}"
             )
 
 
 def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: int) -> Rope:
     theta = metadata.get("rope.freq_base", Number, 10_000.0)
-    # 0 is no factor, as in llama.cpp.
+    # 0 means no factor, as in llama.cpp.
     factor = metadata.get("rope.scaling.factor", NotNegative, 0) or (
         metadata.get("rope.scale_linear", NotNegative, 0) or 1.0
     )
-    # Files older than rope.scaling.type mean linear scaling if they have a factor.
+    # In files older than rope.scaling.type, a factor means linear scaling.
     kind = metadata.get("rope.scaling.type", str, "none" if factor == 1 else "linear")
     original = metadata.get("rope.scaling.original_context_length", int, 0)
     factors = weights.rope_factors()
@@ -344,8 +344,8 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
 def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope:
     """Recover the parameters of Llama 3's scaling from its factors.
 
-    The bounds are Llama's, 1 and 4. If the metadata do not give the original length, any factor
-    between 1 and F does.
+    The bounds are Llama's, 1 and 4. If the metadata lack the original length, it follows from any
+    factor between 1 and F.
     """
     low, high = 1.0, 4.0
     turns = theta ** (-np.arange(len(factors)) / len(factors)) / (2 * math.pi)  # 1 / wavelength

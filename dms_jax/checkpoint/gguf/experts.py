@@ -1,10 +1,10 @@
-"""Stack the matrices of experts as transformers does for gpt-oss.
+"""Stack the matrices of experts like transformers does for gpt-oss.
 
     experts.0.gate_proj.weight [F, E], experts.0.up_proj.weight [F, E], ...
     experts.gate_up_proj [X, E, 2 F], in which the columns of gate and up alternate
     experts.down_proj [X, F, E]
 
-Biases are stacked likewise, experts.gate_up_proj_bias [X, 2 F].
+Biases are stacked in the same way, experts.gate_up_proj_bias [X, 2 F].
 """
 
 import re
@@ -16,25 +16,25 @@ from dms_jax.checkpoint.weights import Tensors
 from dms_jax.errors import CheckpointError, plain
 
 _NAME = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_ROWS = 64  # that are transposed at a time
+_ROWS = 64  # transposed at a time
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 class StackedExperts(Tensors):
-    """Tensors by name, those of experts stacked.
+    """Tensors by name, with experts stacked.
 
     Args:
-        parts: the tensors with one of each expert.
+        parts: the tensors, one per expert.
 
     Raises:
-        CheckpointError: experts differ in shape, or lack a tensor that others have.
+        CheckpointError: experts differ in shape, or some lack a tensor.
     """
 
     def __init__(self, parts: Tensors):
         self.config_name, self._parts = parts.config_name, parts
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, np.dtype] = {}
-        # The tensors of each stack: a list of experts, each of one tensor or of gate and up.
+        # The tensors of each stack: a list of experts, each with one tensor or with gate and up.
         self._stacks: dict[str, list[tuple[str, ...]]] = {}
         counts: dict[tuple[str, str], int] = {}
         for name in parts.shapes:
@@ -87,7 +87,7 @@ class StackedExperts(Tensors):
         return self._stacks[name][0][0] if name in self._stacks else name
 
     def _stack(self, name: str, stack: list[tuple[str, ...]]) -> None:
-        """Add a stack, if all tensors that it needs are there and alike."""
+        """Add a stack, if all its tensors exist and have the same shape."""
         tensors = [tensor for expert in stack for tensor in expert]
         shapes = {self._parts.shapes.get(tensor) for tensor in tensors}
         shape = self._parts.shapes.get(tensors[0])

@@ -6,9 +6,9 @@
     padding to the alignment, then the data
 
 All numbers are little-endian. The file is untrusted input: every count is checked against the size
-of the file before it is used. (`gguf.GGUFReader` allocates before it checks, and takes 10 s and
-740 MB for a vocabulary of 150,000 tokens, where this reader takes 0.3 s.) A model may be split over
-several files, name-00001-of-00003.gguf; the first one has the metadata.
+of the file before use. (`gguf.GGUFReader` allocates before it checks, and takes 10 s and 740 MB for
+a vocabulary of 150,000 tokens; this reader takes 0.3 s.) A model may be split over several files,
+name-00001-of-00003.gguf; the first one has the metadata.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 # The metadata of the largest vocabularies in use take about 20 MB.
 _MAX_HEADER_BYTES = 256 * 2**20
 _MAX_DIMENSIONS = 4  # as in llama.cpp
-_MAX_STRINGS = 2**21  # of a list; the largest vocabularies in use have half a million merges
+_MAX_STRINGS = 2**21  # per list; the largest vocabularies in use have half a million merges
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -86,7 +86,7 @@ class GgufFiles:
         tensors: every tensor by its GGUF name.
 
     Raises:
-        CheckpointError: a file is missing, cut short, damaged, or of a version that is not served.
+        CheckpointError: a file is missing, cut short, damaged, or of an unsupported version.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -136,7 +136,7 @@ def _parts(path: pathlib.Path, count: Any) -> list[pathlib.Path]:
             f"{len(absent)} are not beside it: {', '.join(absent[:20])}"
             f"{' ...' if len(absent) > 20 else ''}"
         )
-    # Not the targets of links (in a hub cache), which have other names.
+    # Do not resolve links (in a hub cache): their targets have other names.
     return [path.parent / part for part in parts]
 
 
@@ -159,7 +159,7 @@ class GgufFile:
         tensors: every tensor by its GGUF name.
 
     Raises:
-        CheckpointError: it is cut short, damaged, or of a version that is not served.
+        CheckpointError: it is cut short, damaged, or of an unsupported version.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -214,7 +214,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads the values of a header one after the other."""
+    """Reads the values of a header in order."""
 
     def __init__(self, path: pathlib.Path, data: mmap.mmap):
         self._path = path

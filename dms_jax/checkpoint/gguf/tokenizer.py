@@ -1,9 +1,9 @@
 """Build the tokenizer of a GGUF file from its metadata.
 
-`tokenizer.ggml.model` is its kind: "gpt2" for byte-level byte-pair encoding, with the pre-tokenizer
-that `tokenizer.ggml.pre` names; "llama" for a sentencepiece model, whose pieces are merged by
-score. Each token has a type, numbered as in sentencepiece; some files type control tokens as text,
-which is corrected here (`_Vocabulary`).
+`tokenizer.ggml.model` is the kind: "gpt2" for byte-level byte-pair encoding, with the pre-tokenizer
+named by `tokenizer.ggml.pre`; "llama" for a sentencepiece model, whose pieces are merged by score.
+Each token has a type, numbered as in sentencepiece. Some files give control tokens the type of
+text; `_Vocabulary` corrects that.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from dms_jax.model.language_model import GenerationDefaults
 _KEY = "tokenizer.ggml."
 _LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Lower case behind upper case begins no word, upper behind lower does: hello|World.
+# An upper-case letter after a lower-case one begins a word: hello|World.
 _CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
@@ -39,12 +39,12 @@ _O200K_WORDS = _CASED_WORDS % (*[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, "{1,3}")
 
 @dataclasses.dataclass(frozen=True)
 class _Words:
-    """A pre-tokenizer: how text is split into words, within which bytes are merged.
+    """A pre-tokenizer, which splits text into words; bytes are merged within words.
 
     Attributes:
-        cuts: regular expressions, each of which splits the parts that the previous ones made.
-        whole: whether a word that is a token is taken as it is, without merges.
-        begin: whether a text begins with the begin token if the file does not say.
+        cuts: regular expressions; each splits the parts made by the previous ones.
+        whole: whether a word that is a token is used directly, without merges.
+        begin: whether a text begins with the begin token by default.
         nfc: whether text is normalized to Unicode's NFC first.
     """
 
@@ -85,8 +85,8 @@ _WORDS = {
     "tekken": _Words((_TEKKEN_WORDS,), whole=True, begin=True),
 }
 
-# Tokens that end an answer even if the metadata do not say so, as in llama.cpp: many files declare
-# only the token that ends a text, and not the one that ends a turn.
+# Tokens that always end an answer, as in llama.cpp: many files declare only the token that ends a
+# text, not the one that ends a turn.
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -105,10 +105,10 @@ _ENDS = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-# Tokens of harmony, in which <|end|> ends a message, and the answer may have another one.
+# Tokens of harmony, in which <|end|> ends a message, and an answer may have several messages.
 _HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
-# Marks: <|im_start|>, <start_of_turn>, [INST], </s>; and those that structure a conversation. The
-# others (<think>, <tool_call>) are part of what is said.
+# Marks: <|im_start|>, <start_of_turn>, [INST], </s>, which structure a conversation. Others
+# (<think>, <tool_call>) are part of the text.
 _MARK = re.compile(r"<\S+>|\[/?[A-Z_]+\]")
 _STRUCTURE = re.compile(r"<([|\uff5c]).*\1>|</?s>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -122,10 +122,11 @@ def read_tokenizer(
 
     Args:
         files: its metadata.
-        vocab_size: rows of the embedding, which may be more than there are tokens.
+        vocab_size: rows of the embedding, at least the number of tokens.
 
     Raises:
-        CheckpointError: the metadata are damaged, or of a tokenizer that is not served exactly.
+        CheckpointError: the metadata are damaged, or describe a tokenizer that is not supported
+          exactly.
         ConfigError: an entry has the wrong type.
     """
     kind = files.metadata.get(_KEY + "model", "none")
@@ -184,11 +185,11 @@ def read_tokenizer(
 class _Vocabulary:
     """The tokens of a file.
 
-    Converters often type a token that ends a turn as text; it would then be cut to pieces in every
-    prompt and never end an answer. So, as in llama.cpp, these are control tokens whatever their
-    type: tokens that always end an answer (`_ENDS`), tokens that the metadata name as begin, end or
-    padding, and tokens that the chat template contains, if they look like marks and no merges make
-    them.
+    Converters often give a token that ends a turn the type of text; it would then be split in every
+    prompt and never end an answer. So, as in llama.cpp, these are control tokens regardless of
+    their type: tokens that always end an answer (`_ENDS`), tokens named in the metadata as begin,
+    end or padding, and tokens in the chat template that look like marks and are not produced by
+    merges.
 
     Attributes:
         tokens: text of every token.
@@ -210,7 +211,7 @@ class _Vocabulary:
             self.types = [PieceType(kind) for kind in types]
         except ValueError as error:
             raise CheckpointError(
-                f"{self.name}: {_KEY}token_type holds what is no type of a token: {plain(error)}"
+                f"{self.name}: {_KEY}token_type holds an unknown token type: {plain(error)}"
             ) from error
         if len(types) != len(tokens):
             raise CheckpointError(
@@ -227,7 +228,7 @@ class _Vocabulary:
         self._retype("\n".join(named))
 
     def _retype(self, template: str) -> None:
-        """Correct the type of control tokens that are typed as text."""
+        """Correct the type of control tokens declared as text."""
         merges = self.get("merges", list, None) or []
         made = {merge.replace(" ", "", 1) for merge in merges if isinstance(merge, str)}
         declared = {self._metadata.get(_KEY + name) for name in _SPECIAL_IDS}
@@ -244,8 +245,8 @@ class _Vocabulary:
         if wrong:
             listed = ", ".join(plain(repr(token), 40) for token in wrong[:8])
             warnings.warn(
-                f"{self.name} types as text ({_KEY}token_type) what its chat template or its "
-                f"metadata use as whole tokens: {listed}{' ...' if len(wrong) > 8 else ''}. They "
+                f"{self.name} types as text ({_KEY}token_type) tokens that its chat template or "
+                f"metadata use whole: {listed}{' ...' if len(wrong) > 8 else ''}. They "
                 "are taken as whole tokens, as by llama.cpp.",
                 stacklevel=2,
             )
@@ -258,7 +259,7 @@ class _Vocabulary:
         return value if value is default else check(f"{self.name}: {_KEY}{key}", value, kind)
 
     def token_id(self, key: str, default: int | None) -> int | None:
-        """The id of a special token; if none is given, the default if that is a control token.
+        """The id of a special token; without one, the default if that is a control token.
 
         # Converters write -1 and 2^32 - 1 for none.
         """
@@ -278,14 +279,14 @@ class _Vocabulary:
 
 
 def _guessed(token: str) -> int:
-    """The type of a token if the file has no types: text, except for sentencepiece's own tokens."""
+    """The type of a token in a file without types: text, except for sentencepiece's own tokens."""
     if _BYTE.fullmatch(token):
         return int(PieceType.BYTE)
     return int(PieceType.UNKNOWN if token == "<unk>" else PieceType.NORMAL)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Build the tokenizer; returns also whether texts begin with the begin token by default."""
+    """Build the tokenizer; also returns whether texts begin with the begin token by default."""
     pre = vocabulary.get("pre", str, None)
     if pre not in _WORDS:
         said = "does not say how" if pre is None else f"says {plain(repr(pre))} for how"
@@ -350,7 +351,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
             f"{vocabulary.name} maps characters before it splits text "
             f"({_KEY}precompiled_charsmap), which is not served"
         )
-    # Converters type it as a control token in files of Gemma, and name it beside.
+    # In Gemma's files it has the type of a control token and is named separately.
     unknown = vocabulary.token_id("unknown_token_id", None)
     if PieceType.UNKNOWN in vocabulary.types:
         unknown = vocabulary.types.index(PieceType.UNKNOWN)
@@ -376,7 +377,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
-    """Tokens that end an answer: the ends of a text, of a turn and of a message."""
+    """Tokens that end an answer: end of text, of turn and of message."""
     named = [end, *(vocabulary.token_id(f"{name}_token_id", None) for name in ("eot", "eom"))]
     special = (PieceType.CONTROL, PieceType.USER_DEFINED)
     known = (vocabulary.ids.get(text) for text in _ENDS)

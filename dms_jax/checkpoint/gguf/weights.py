@@ -6,13 +6,12 @@ llama.cpp rotates adjacent rows where Hugging Face rotates the two halves of a h
     Hugging Face rows of a head of 8:  0 1 2 3 4 5 6 7  (i is rotated with i + 4)
     the same rows in the file:         0 4 1 5 2 6 3 7  (2 i is rotated with 2 i + 1)
 
-In files of gemma3 norms hold what activations are multiplied by, 1 + the Hugging Face weight.
+In files of gemma3 norms hold the full multiplier, 1 + the Hugging Face weight.
 
-The matrices of all experts are one tensor, ffn_gate_exps [X, F, E]; each becomes a tensor of its
-own, and `experts.py` stacks them again as transformers does for gpt-oss.
+The matrices of all experts are one tensor, ffn_gate_exps [X, F, E]; each becomes a separate tensor,
+and `experts.py` stacks them like transformers does for gpt-oss.
 
-A quantised tensor is dequantised by the package `gguf`, in blocks of rows, directly into the type
-that is requested.
+The package `gguf` dequantises tensors in blocks of rows, directly into the requested type.
 """
 
 import dataclasses
@@ -62,7 +61,7 @@ _EXPERTS = {
     for part in ("weight", "bias")
     for name in ("gate", "up", "down")
 }
-# Tensors that an architecture names differently, or that others lack.
+# Tensors that an architecture names differently, or that only it has.
 _OWN = {
     "gemma3": {
         "post_attention_norm.weight": "post_attention_layernorm.weight",
@@ -82,7 +81,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,6})\.(.+)")
 _EXPERT = re.compile(r"experts\.\d+\.")
 _INTERLEAVED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
-# Types that are not quantised.
+# Unquantised types.
 _PLAIN = {
     0: np.dtype(np.float32),
     1: np.dtype(np.float16),
@@ -100,7 +99,7 @@ def package() -> ModuleType:
     """Import the package `gguf`, which is an extra.
 
     Raises:
-        CheckpointError: it is not installed.
+        CheckpointError: the package is not installed.
     """
     try:
         return importlib.import_module("gguf")
@@ -117,10 +116,10 @@ class GgufWeights(Tensors):
     Attributes:
         shapes: shape of every tensor.
         dtypes: type of every tensor; float32 for all if one of them is quantised.
-        config_name: what describes the model's shape, for messages.
+        config_name: the source of the model's shape, for messages.
 
     Raises:
-        CheckpointError: a tensor is unknown, of a type that is not served, or cut short.
+        CheckpointError: a tensor is unknown, of an unsupported type, or cut short.
     """
 
     def __init__(self, files: GgufFiles, architecture: str):
@@ -176,7 +175,7 @@ class GgufWeights(Tensors):
         return tensor[chosen - first]
 
     def interleaved(self, num_heads: int, num_kv_heads: int) -> None:
-        """Declare that the rows of these query and key heads are interleaved in the file."""
+        """Declare that the file interleaves the rows of these query and key heads."""
         self._interleaved_heads = {"q": num_heads, "k": num_kv_heads}
 
     def file_name(self, name: str) -> str:
@@ -188,11 +187,11 @@ class GgufWeights(Tensors):
         return gguf_name(name, self._of_layers)
 
     def has(self, suffix: str) -> bool:
-        """Whether the first layer has a tensor whose name ends so."""
+        """Whether the first layer has a tensor with this suffix."""
         return f"{_LAYER.replace('{i}', '0')}{suffix}" in self.shapes
 
     def rope_factors(self) -> np.ndarray | None:
-        """The factors that rotary frequencies are divided by; None if there are none."""
+        """The divisors of rotary frequencies; None without any."""
         if self._rope_factors is None:
             return None
         stored, info = self._rope_factors
@@ -205,7 +204,7 @@ class GgufWeights(Tensors):
         return factors
 
     def _check(self, stored: str, info: TensorInfo) -> None:
-        """Raise CheckpointError if a tensor's type is not served, or its data are cut short."""
+        """Raise CheckpointError if a tensor's type is unsupported, or its data are cut short."""
         where = f"{info.file.path.name}: tensor {plain(stored)}"
         if info.kind not in _PLAIN:
             try:
@@ -235,7 +234,7 @@ class GgufWeights(Tensors):
         info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
 
     def _parts(self, name: str, stored: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the tensors that one in the file holds: one, or one for each expert."""
+        """Yield the tensors in one tensor of the file: one, or one per expert."""
         if "{j}" not in name:
             yield name, info
             return
@@ -276,13 +275,13 @@ class GgufWeights(Tensors):
         """The position of each row in the file; None if they are in order."""
         found = _INTERLEAVED.search(name)
         heads = self._interleaved_heads.get(found[1]) if found else None
-        if heads is None or size % (2 * heads):  # else its shape is reported as wrong
+        if heads is None or size % (2 * heads):  # a wrong shape is reported later
             return None
         return np.arange(size).reshape(heads, size // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def hugging_face_name(stored: str, of_layers: Mapping[str, str]) -> str | None:
-    """The Hugging Face name of a tensor; None if there is none."""
+    """The Hugging Face name of a tensor, or None."""
     if stored in _WHOLE:
         return _WHOLE[stored]
     found = _LAYER_TENSOR.fullmatch(stored)
@@ -292,7 +291,7 @@ def hugging_face_name(stored: str, of_layers: Mapping[str, str]) -> str | None:
 
 
 def gguf_name(name: str, of_layers: Mapping[str, str]) -> str:
-    """The GGUF name of a tensor; the name itself if there is none."""
+    """The GGUF name of a tensor, or the name itself."""
     for stored, ours in _WHOLE.items():
         if ours == name:
             return stored

@@ -3,9 +3,9 @@
 Takes two to three minutes on two CPU cores. stories260K (a Llama of 260,032 parameters that ships
 with the library) first decodes held-out stories with its whole cache, then learns Dynamic Memory
 Sparsification on a megabyte of others. Then the held-out text goes token by token through the paged
-cache: under DMS at two ratios, and beside it what needs no training, at equal live tokens
-(StreamingLLM, TOVA, random eviction) and at equal reads (StreamingLLM). Everything in the table is
-measured.
+cache: under DMS at two ratios, and for comparison under policies that need no training, at equal
+live tokens (StreamingLLM, TOVA, random eviction) and at equal reads (StreamingLLM). Everything in
+the table is measured.
 
     dms-jax demo --only quickstart
 """
@@ -16,7 +16,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from rich.box import SIMPLE
@@ -33,17 +33,18 @@ from rich.table import Table
 import dms_jax
 from dms_jax import assets
 from dms_jax.analysis import View, eviction_page, retention, token_texts
-from dms_jax.command_line.reports import make_folder, provenance, write_json
+from dms_jax.checks import Count, Range, Whole, check
+from dms_jax.command_line.reports import make_folder, provenance, write_json, write_text
 from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
 from dms_jax.evaluation import standard_error
 from dms_jax.generation import Update
-from dms_jax.training import recipes
+from dms_jax.training import Recipe, recipes
 
-LENGTH = 512  # tokens a sequence: the model's positions
+LENGTH = 512  # tokens per sequence: the model's positions
 ROWS = 9  # of the table
 PAGE_SIZE = 16  # tokens
-EARLY_RATIO = 4.0  # on the way, at which the model is measured too
+EARLY_RATIO = 4.0  # intermediate ratio at which the model is measured too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +64,33 @@ class Config:
     seed: int = 0
     """Seed of the order of the data and of the noise of training."""
 
+    def __post_init__(self):
+        check("--quickstart.seed", self.seed, Whole)
+        self.make_policy()
+        self.make_recipe()
+
+    def make_policy(self) -> dms_jax.DMS:
+        """Returns the policy to retrofit for."""
+        return dms_jax.DMS(window=self.window, source="adapter")
+
+    def make_recipe(self) -> Recipe:
+        """Returns the recipe, which also keeps the models at lower ratios.
+
+        Raises:
+          ConfigError: the ratio is below that of the first model, or a number is malformed.
+        """
+        ratio = check("--quickstart.ratio", self.ratio, Annotated[float, Range(EARLY_RATIO)])
+        stops = {EARLY_RATIO, *map(float, range(2, math.ceil(ratio), 2))}
+        steps = check("--quickstart.steps-per-ratio", self.steps_per_ratio, Count)
+        return recipes.dms_quickstart(ratio, steps_per_ratio=steps, snapshots=tuple(sorted(stops)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to keep a cache, measured over all sequences.
+    """A policy, measured over all sequences.
 
-    `increase` is against dense on the same tokens, so its error is that of the difference. Errors
-    of a single sequence are unknown: NaN.
+    `increase` is relative to dense on the same tokens, and its error is that of the paired
+    difference. With a single sequence errors are unknown: NaN.
     """
 
     label: str
@@ -132,12 +153,13 @@ class Bench:
 
 
 def held_out(model: dms_jax.LanguageModel, count: int) -> np.ndarray:
-    """Returns [count, 512] tokens of stories that training never sees, packed end to end."""
+    """Returns [count, 512] tokens of held-out stories, packed end to end."""
     stream = [token for story in assets.stories("valid") for token in model.tokenizer.encode(story)]
     available = len(stream) // LENGTH
     if not 1 <= count <= available:
         raise dms_jax.ConfigError(
-            f"--sequences: the held-out text makes 1 to {available} sequences, not {count}."
+            f"--quickstart.sequences: the held-out text makes 1 to {available} sequences, not "
+            f"{count}."
         )
     return np.asarray(stream[: count * LENGTH], np.int32).reshape(count, LENGTH)
 
@@ -149,14 +171,14 @@ def random_rate(peak: float, window: int, tokens: int) -> float:
 
 
 def streaming_budget_for_reads(reads: float, tokens: int) -> int:
-    """Returns the budget whose reads, sum over t of min(t, budget), come closest."""
+    """Returns the budget whose reads, sum over t of min(t, budget), are closest to `reads`."""
     budgets = np.arange(5, tokens + 1)
     totals = budgets * (budgets + 1) / 2 + (tokens - budgets) * budgets
     return int(budgets[np.abs(totals - reads).argmin()])
 
 
 def compare_windows(bench: Bench, base: dms_jax.LanguageModel, row: Row) -> None:
-    """Runs a plain window beside a DMS row: with as many live tokens, and with as many reads."""
+    """Runs a plain window at a DMS row's number of live tokens, and at its number of reads."""
     peak = max(round(row.peak_tokens), 6)
     budget = streaming_budget_for_reads(row.reads, LENGTH - 1)
     for label, tokens in (("equal peak", peak), ("equal reads", budget)):
@@ -165,7 +187,7 @@ def compare_windows(bench: Bench, base: dms_jax.LanguageModel, row: Row) -> None
 
 
 def compare_choices(bench: Bench, base: dms_jax.LanguageModel, row: Row, window: int) -> None:
-    """Runs two other ways to choose beside a DMS row: by attention, and at random."""
+    """Runs two other choices for comparison with a DMS row: by attention, and at random."""
     peak = max(round(row.peak_tokens), 6)
     bench.run("  TOVA, equal peak", "TOVA", base, dms_jax.TOVA(budget=peak - 1))
     rate = random_rate(row.peak_tokens, window, LENGTH - 1)
@@ -180,7 +202,7 @@ def compare_choices(bench: Bench, base: dms_jax.LanguageModel, row: Row, window:
 def retrofit(
     config: Config, base: dms_jax.LanguageModel, tell: Callable[[str], None]
 ) -> tuple[dms_jax.LanguageModel, dms_jax.LanguageModel, float]:
-    """Trains a DMS model; returns it, the one at EARLY_RATIO, and the seconds it took."""
+    """Trains a DMS model; returns it, the one at EARLY_RATIO, and the training time."""
     on_the_way: dict[float, dms_jax.LanguageModel] = {}
     start = time.perf_counter()
 
@@ -188,13 +210,10 @@ def retrofit(
         on_the_way[ratio] = model
         tell(f"  ratio {ratio:g} after {time.perf_counter() - start:.0f} s")
 
-    stops = {EARLY_RATIO, *map(float, range(2, int(np.ceil(config.ratio)), 2))}
     model = dms_jax.retrofit(
         base,
-        dms_jax.DMS(window=config.window, source="adapter"),
-        recipe=recipes.dms_quickstart(
-            config.ratio, steps_per_ratio=config.steps_per_ratio, snapshots=tuple(sorted(stops))
-        ),
+        config.make_policy(),
+        recipe=config.make_recipe(),
         data=Documents(assets.stories("train")),
         seed=config.seed,
         on_snapshot=keep,
@@ -203,7 +222,7 @@ def retrofit(
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    """Prints the table, in 80 columns, and what follows from it."""
+    """Prints the table, in 80 columns, and conclusions."""
     title = "Held-out text, decoded token by token from the paged cache"
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
@@ -248,7 +267,7 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 def verdict(row: Row, rival: Row) -> str:
-    """Says which of two rows loses less, if the difference is more than two standard errors."""
+    """Says which of two rows is better, if the difference exceeds two standard errors."""
     gap = rival.increase - row.increase
     error = float(np.hypot(row.increase_error, rival.increase_error))
     if math.isnan(error):
@@ -266,7 +285,7 @@ def write_page(
     model: dms_jax.LanguageModel,
     sequences: np.ndarray,
 ) -> None:
-    """Writes evictions.html: what heads kept of a sequence, beside policies without training."""
+    """Writes evictions.html: the tokens that heads keep, next to policies without training."""
     found = retention(model, sequences[:1])
     peak = max(round(found.live()[:, 0, :, -1].mean()), 6)
     rivals = [
@@ -280,7 +299,7 @@ def write_page(
         note="stories260K after the DMS retrofit, and beside it two policies that need no training "
         "with as many tokens in the cache at the end.",
     )
-    (config.out / "evictions.html").write_text(page, encoding="utf-8")
+    write_text(config.out / "evictions.html", page)
 
 
 def tell_a_story(console: Console, model: dms_jax.LanguageModel) -> None:
@@ -311,7 +330,7 @@ def main(config: Config) -> list[Row]:
     """Runs the whole demonstration and returns the table."""
     start = time.perf_counter()
     console = Console(highlight=False)
-    make_folder("--out", config.out)
+    make_folder("--quickstart.out", config.out)
     base = dms_jax.load(str(assets.path("stories260k")))
     sequences = held_out(base, config.sequences)
     progress = Progress(
@@ -336,14 +355,16 @@ def main(config: Config) -> list[Row]:
         f"[bold]1. Decode[/bold] {count:,} held-out tokens, each from the whole cache so far\n"
         "  (every new kind of step is compiled first, a few seconds each)"
     )
-    bench.run("dense", "dense", base, dms_jax.Vanilla())
+    with progress:
+        bench.run("dense", "dense", base, dms_jax.Vanilla())
     console.print(
         f"[bold]2. Retrofit[/bold] to compression ratio {config.ratio:g}, window {config.window}: "
-        "about a minute"
+        "one to two minutes"
     )
-    # print, which the bar of the retrofit puts above itself; another console would write into it.
+    # Use print: the retrofit's bar moves below printed lines; another console would write into it.
     model, early, seconds = retrofit(config, base, print)
     console.print("[bold]3. Decode[/bold] the same tokens from small caches")
+    progress.reset(rows, completed=len(bench.rows))  # or the retrofit would count in what remains
     with progress:
         row = bench.run(f"DMS, trained to ratio {EARLY_RATIO:g}", "DMS", early, early.policy)
         compare_windows(bench, base, row)

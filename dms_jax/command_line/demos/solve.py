@@ -1,12 +1,12 @@
-"""A small reasoning model works out problems, dense and with a learned small cache, side by side.
+"""A small reasoning model solves problems, dense and with a learned small cache, side by side.
 
     dms-jax demo --only solve
 
 The shipped model of 11 million parameters and the one retrofitted from it with DMS
 (`reasoner-11m-dms`) get the same problems: equations, nested arithmetic, chains of comparisons, and
 a number hidden in a page of prose. Each draws its answers at temperature 0.7 from the paged cache.
-One problem of each kind is shown with both workings; the table counts what was right and what the
-cache held and read.
+One problem of each kind is shown with both solutions; the table shows right answers, and tokens
+held in the cache and read.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dms_jax
+from dms_jax.checks import Count, Whole, check
 from dms_jax.command_line.options import shipped
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
 from dms_jax.evaluation import Result, evaluate
@@ -32,7 +33,7 @@ TASKS: tuple[Task, ...] = (
 )
 
 MODELS = {"dense": "reasoner-11m", "DMS": "reasoner-11m-dms"}
-LINES = 14  # of each working that are shown
+LINES = 14  # lines of each solution to show
 
 LEGEND = """\
 peak: most tokens in the cache, fewer: how many times; reads: entries read.
@@ -55,9 +56,18 @@ class Config:
     seed: int = 0
     """Seed of the sampling: the same seed gives the same answers."""
 
+    def __post_init__(self):
+        check("--solve.problems", self.problems, Count)
+        check("--solve.seed", self.seed, Whole)
+        self.make_sampling()
+
+    def make_sampling(self) -> dms_jax.Sampling:
+        """Returns the sampling options."""
+        return dms_jax.Sampling(temperature=self.temperature, max_new_tokens=500)
+
 
 def main(config: Config) -> dict[str, Result]:
-    """Solves the problems with both models and shows them; returns what was measured."""
+    """Solves the problems with both models and shows them; returns the measurements."""
     console = Console(highlight=False)
     models = {label: dms_jax.load(shipped(name), dtype="float32") for label, name in MODELS.items()}
     count = config.problems * len(TASKS)
@@ -70,9 +80,9 @@ def main(config: Config) -> dict[str, Result]:
             model,
             TASKS,
             problems=count,
-            sampling=dms_jax.Sampling(temperature=config.temperature, max_new_tokens=500),
+            sampling=config.make_sampling(),
             seed=config.seed,
-            progress=console.is_terminal,
+            progress=True,
         )
         for name, model in models.items()
     }
@@ -85,7 +95,7 @@ def main(config: Config) -> dict[str, Result]:
 
 
 def _show(console: Console, problem: Problem, index: int, results: dict[str, Result]) -> None:
-    """Prints a problem and both workings beside each other."""
+    """Prints a problem and both solutions side by side."""
     console.print(Text(textwrap.shorten(problem.prompt, 420, placeholder=" ...")))
     width = max(30, console.width // 2 - 1)
     panels = []

@@ -1,1 +1,1 @@
-"""The stages of `dms-jax retrofit self-taught`; each leaves files and goes on from them."""
+"""The stages of `dms-jax retrofit self-taught`; each writes files and resumes from them."""

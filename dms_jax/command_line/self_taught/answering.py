@@ -4,13 +4,12 @@ import collections
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.reports import read_file, write_json, write_text
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Exchange
@@ -24,13 +23,13 @@ from dms_jax.generation.requests import make_requests
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Vanilla
 
-Place = tuple[int, int]  # number of the prompt, number of its answer
+Place = tuple[int, int]  # index of the prompt, index of its answer
 
 
 def sample(
     config: SelfTaught, model: LanguageModel, questions: Questions, folder: pathlib.Path
 ) -> dict[Place, Completion]:
-    """Samples the answers that the folder's journal lacks, with the whole cache.
+    """Samples the answers missing in the folder's journal, with the whole cache.
 
     Answer k of a prompt is drawn at temperature number k // answers; a held-out prompt has one
     answer, at the first temperature. Draws do not depend on where an earlier call stopped.
@@ -68,7 +67,7 @@ def sample(
             requests = make_requests(model.config, prompts, sampling)
 
             serving = Serving(lanes=config.lanes, page_size=config.page_size)
-            with progress_bar(len(due), title="answers", shown=sys.stderr.isatty()) as tick:
+            with progress_bar(len(due), title="answers", shown=True) as tick:
 
                 def keep(
                     number: int, each: Answer, due: list[Place] = due, tick: Tick = tick
@@ -92,7 +91,7 @@ class Lessons:
     """The answers to train on and to measure with.
 
     Attributes:
-      training: prompt and answer of each kept answer, as token ids.
+      training: (prompt, answer) of each kept answer, as token ids.
       held_out: the same for the held-out prompts, unfiltered.
       figures: counts and shares, as JSON data.
     """
@@ -108,7 +107,7 @@ def choose(
     answers: dict[Place, Completion],
     folder: pathlib.Path,
 ) -> Lessons:
-    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they are there.
+    """Filters the answers and writes `lessons.jsonl` and `lessons.json`, unless they exist.
 
     Raises:
       DataError: the filter leaves nothing.
@@ -118,7 +117,7 @@ def choose(
         for number in questions.held_out
     ]
     if (folder / "lessons.json").exists():
-        figures = json.loads((folder / "lessons.json").read_text(encoding="utf-8"))
+        figures = json.loads(read_file("--out", folder / "lessons.json"))
         return Lessons(read_lessons(folder), held_out, figures)
     training: list[Exchange] = []
     rows: list[dict[str, Any]] = []
@@ -152,16 +151,14 @@ def choose(
         "longest": max(lengths),
         "held_out": len(questions.held_out),
     }
-    with (folder / ".lessons.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    (folder / ".lessons.jsonl").replace(folder / "lessons.jsonl")
+    write_text(folder / "lessons.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_json(folder / "lessons.json", figures)
     return Lessons(training, held_out, figures)
 
 
 def read_lessons(folder: pathlib.Path) -> list[Exchange]:
-    """Returns the training examples that an earlier call wrote to `lessons.jsonl`."""
-    lines = (folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()
+    """Returns the training examples in `lessons.jsonl`, from an earlier call."""
+    lines = read_file("--out", folder / "lessons.jsonl").splitlines()
     return [_exchange(json.loads(line)) for line in lines]
 
 

@@ -2,13 +2,12 @@
 
 import json
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
 
 import dms_jax
-from dms_jax.command_line.reports import write_json
+from dms_jax.command_line.reports import read_file, write_json
 from dms_jax.command_line.self_taught.answering import Lessons
 from dms_jax.command_line.self_taught.questions import Questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
@@ -21,11 +20,11 @@ from dms_jax.training import held_out_loss
 
 
 class HeldOut:
-    """Measures models on the answers that are held out, over whole sequences.
+    """Measures models on the held-out answers, over whole sequences.
 
     Args:
       config: the settings.
-      base: the model that learns from itself.
+      base: the original model.
       exchanges: prompts with the base's own answers, as token ids.
     """
 
@@ -35,7 +34,7 @@ class HeldOut:
         rows = [whole(each)[:length] for each in exchanges]
         starts = [len(each.prompt) for each in exchanges]
         size = min(config.batch_size, len(rows))
-        # Padded to whole batches with empty rows, so that no sequence is left out.
+        # Pad to whole batches with empty rows, so that no sequence is skipped.
         rows += [np.zeros(0, np.int32)] * (-len(rows) % size)
         self._batches, self._answers = [], []
         for first in range(0, len(rows), size):
@@ -51,9 +50,9 @@ class HeldOut:
             self._answers.append(batch | {"loss_mask": answers})
 
     def __call__(self, model: LanguageModel) -> dict[str, float]:
-        """Returns divergence from the base and loss, in nats a token.
+        """Returns divergence from the base and loss, in nats per token.
 
-        Over the tokens of the answers, and, as "..._whole", of prompts and answers.
+        Over the tokens of answers, and, as "..._whole", over prompts and answers.
         """
         options: Any = dict(compute_dtype=self._compute_dtype)
         parts = {"": self._answers, "_whole": self._batches}
@@ -79,15 +78,15 @@ def measure(
     folder: pathlib.Path,
     name: str,
 ) -> dict[str, Any]:
-    """Measures a model with its own policy, unless the folder has its figures."""
+    """Measures a model with its declared policy, unless the folder has its figures."""
     file = folder / f"{name}.json"
     if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_file("--out", file))
     print(f"measuring {name}", flush=True)
     sequences = [whole(each).tolist() for each in lessons.held_out]
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
     scores: list[Score] = []
-    with progress_bar(len(sequences) + 1, title="sequences", shown=sys.stderr.isatty()) as tick:
+    with progress_bar(len(sequences) + 1, title="sequences", shown=True) as tick:
         far = held_out(model)
         tick()
         options: Any = dict(num_lanes=config.lanes, page_size=config.page_size)
@@ -115,7 +114,7 @@ def measure(
             chat=questions.chat,
             serving=Serving(lanes=config.lanes, page_size=config.page_size),
             out=folder / f"{name}-answers",
-            progress=sys.stderr.isatty(),
+            progress=True,
         )
         figures["answers"] = result.to_dict(problems=True)
     write_json(file, figures)

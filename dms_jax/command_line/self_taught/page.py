@@ -4,6 +4,7 @@ import shlex
 from typing import Any
 
 from dms_jax.command_line.options import SHIPPED
+from dms_jax.command_line.reports import write_text
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.evaluation import percent
 
@@ -18,9 +19,7 @@ def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
         "## Commands",
         *(f"{what}:\n\n    {command}" for what, command in commands(config, results)),
     ]
-    part = config.out / ".README.md"
-    part.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    part.replace(config.out / "README.md")
+    write_text(config.out / "README.md", "\n\n".join(sections) + "\n")
 
 
 def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str]]:

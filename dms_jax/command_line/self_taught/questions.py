@@ -1,11 +1,11 @@
 """The prompts of a self-taught retrofit: questions to answer, or texts to continue.
 
-The last `held_out` prompts of the file are for measuring; copies of them are not trained on. Rows
-of JSON lines have
+The last `held_out` prompts of the file are for measuring; training skips copies of them. Rows of
+JSON lines have
 
     question, answer   problems of a task, asked as it asks them, with a judge of final answers
-    prompt             a text, asked as a user's message or (without a chat) continued as it is
-    messages           a conversation, of which the turns before the last answer are the prompt
+    prompt             a text, sent as a user's message or (without a chat) continued
+    messages           a conversation; the turns before the last answer are the prompt
     text               continued from its first tokens, as are texts between <|endoftext|>
 """
 
@@ -35,11 +35,11 @@ class Questions:
     """Prompts as token ids.
 
     Attributes:
-      training: numbers of the prompts to train on; none is a copy of one that is held out.
-      held_out: numbers of the prompts to measure with.
-      tokens: token ids of each prompt, by number.
-      task: the task whose problems they are; None if nothing judges the answers.
-      chat: how they are asked; None for plain text.
+      training: indices of the prompts to train on, without copies of held-out ones.
+      held_out: indices of the prompts to measure with.
+      tokens: token ids of each prompt, by index.
+      task: the task of the problems; None if nothing judges the answers.
+      chat: the chat options; None for plain text.
       fingerprint: SHA-256 of the file.
     """
 
@@ -51,34 +51,38 @@ class Questions:
     fingerprint: str
 
     def scores(self, answers: Sequence[tuple[int, str]]) -> list[float]:
-        """Returns the scores of answers, (number of the prompt, text) each; 0 without a judge."""
+        """Returns the scores of answers, (index of the prompt, text) each; 0 without a judge."""
         if self.task is None:
             return [0.0] * len(answers)
         task = self.task
         return task.scores([(task.problem("train", number), text) for number, text in answers])
 
 
-def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
-    """Reads and encodes the prompts.
+def read_questions(
+    config: SelfTaught, model: LanguageModel, records: list[Record] | None = None
+) -> Questions:
+    """Encodes the prompts.
+
+    Args:
+      config: the settings.
+      model: the model.
+      records: the rows of --prompts, if they are read already.
 
     Raises:
-      ConfigError: there are too few, or the judge has nothing to go by.
+      ConfigError: there are too few prompts, or no judge for the settings.
       DataError: the file is malformed.
     """
-    if config.prompts is None:
-        raise dms_jax.ConfigError("give --model and --prompts.")
+    records = read_prompts(config) if records is None else records
+    assert config.prompts is not None
     if model.tokenizer is None:
         raise dms_jax.ConfigError(f"--model {config.model} came without a tokenizer.")
     fingerprint = hashlib.sha256(read_file("--prompts", config.prompts)).hexdigest()
     chat = config.make_chat(model)
-    records = _records(config.prompts)
     task = _task(config, records, chat)
     first_held_out = len(records) - config.held_out
     held_out = range(first_held_out, len(records))
-    tokens = {}
-    if first_held_out > 0:
-        tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
-    # Short beginnings, and files that repeat themselves, give some prompts twice.
+    tokens = {number: _asked(number, records, task, model, chat, config) for number in held_out}
+    # Short beginnings, and files with repetitions, produce duplicate prompts.
     known = {tuple(each) for each in tokens.values()}
     training, same = [], 0
     for number in range(first_held_out):
@@ -90,12 +94,8 @@ def read_questions(config: SelfTaught, model: LanguageModel) -> Questions:
             continue
         training.append(number)
         tokens[number] = own
-    also = f" ({same} of the others are the same as one of these)" if same else ""
     if not training:
-        raise dms_jax.ConfigError(
-            f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
-            f"{config.held_out} leaves none to train on{also}."
-        )
+        raise _none_left(config, records, f" ({same} of the others are the same as one of these)")
     if same:
         warnings.warn(
             f"{same} prompts are the same as one of the {config.held_out} that are held out, and "
@@ -119,6 +119,22 @@ def _asked(
     return encode_problem(model, task.problem("train", number), chat, name=task.name)
 
 
+def read_prompts(config: SelfTaught) -> list[Record]:
+    """Returns the rows of --prompts; what can be checked without the model is checked.
+
+    Raises:
+      ConfigError: there are too few, or the judge has nothing to go by.
+      DataError: the file is missing or malformed.
+    """
+    if config.prompts is None:
+        raise dms_jax.ConfigError("give --model and --prompts.")
+    records = _records(config.prompts)
+    _judge(config, records)
+    if len(records) <= config.held_out:
+        raise _none_left(config, records)
+    return records
+
+
 def _records(path: pathlib.Path) -> list[Record]:
     if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
         return list(read_records(path))
@@ -129,7 +145,15 @@ def _records(path: pathlib.Path) -> list[Record]:
     ]
 
 
-def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathematics | None:
+def _none_left(config: SelfTaught, records: list[Record], also: str = "") -> dms_jax.ConfigError:
+    return dms_jax.ConfigError(
+        f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
+        f"{config.held_out} leaves none to train on{also}."
+    )
+
+
+def _judge(config: SelfTaught, records: list[Record]) -> str:
+    """Returns the name of the judge, or "none"."""
     name = config.judge
     if name == "auto":
         answer = records[0].fields.get("answer")
@@ -144,8 +168,14 @@ def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathe
         if config.style != "auto":
             raise dms_jax.ConfigError(
                 f"--style {config.style} is of problems that a judge knows, and these prompts are "
-                "asked as they are: give --judge, or leave it out."
+                "plain: give --judge, or leave it out."
             )
+    return name
+
+
+def _task(config: SelfTaught, records: list[Record], chat: Chat | None) -> Mathematics | None:
+    name = _judge(config, records)
+    if name == "none":
         return None
     assert config.prompts is not None
     style: Any = config.style

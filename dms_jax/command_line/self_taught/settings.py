@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import pathlib
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import dms_jax
 from dms_jax import assets
+from dms_jax.checks import Count, NotNegative, Range, check
 from dms_jax.command_line.options import find_model, read_chat
 from dms_jax.evaluation import Chat
 from dms_jax.model.low_rank import LowRank
@@ -22,7 +24,7 @@ STEPS = RECIPE.total_steps(EVICTING)
 
 @dataclasses.dataclass(frozen=True)
 class SelfTaught:
-    """Retrofit a model with DMS on answers of its own: sample, filter, train, measure, report."""
+    """Retrofit a model with DMS on its own answers: sample, filter, train, measure, report."""
 
     model: str
     """Hugging Face directory, GGUF file or hub id ("owner/name"), or a model that ships."""
@@ -33,15 +35,15 @@ class SelfTaught:
     """Directory of the run. The same command resumes it."""
 
     questions: int | None = None
-    """How many prompts to train on; by default all that are not held out."""
+    """Number of prompts to train on; by default all that are not held out."""
     held_out: int = 64
-    """How many prompts, the last ones, to measure with and not to train on."""
+    """Number of last prompts to hold out from training and to measure with."""
     judge: Literal["auto", "none", "gsm8k", "mathematics", "math500"] = "auto"
     """Task that asks and judges the prompts; "auto" is gsm8k if answers end in "#### ", else
     none."""
     style: Literal["auto", "instruct", "boxed", "plain"] = "auto"
-    """How a judged problem is asked: with instructions, for an answer in \\boxed{} as Qwen's model
-    cards do, or as it is; "auto" is "instruct" in a chat and "plain" without."""
+    """Prompt of a judged problem: with instructions, for an answer in \\boxed{} like Qwen's model
+    cards, or plain; "auto" is "instruct" in a chat and "plain" without."""
     chat: Literal["auto", "yes", "no"] = "auto"
     """Whether to ask through the chat template; "auto": yes if the model has one."""
     system: str | None = None
@@ -52,16 +54,16 @@ class SelfTaught:
     """Tokens of each text to continue, if the prompts are texts."""
 
     temperatures: tuple[float, ...] = (0.7, 1.0)
-    """Sampling temperatures; each prompt is answered at every one of them."""
+    """Sampling temperatures; each prompt is answered at all of them."""
     answers: int = 1
     """Answers to each prompt at each temperature."""
     max_new_tokens: int = 400
-    """Most new tokens of an answer; one that is cut off has not ended by itself (--keep)."""
+    """Most new tokens of an answer; a longer one is cut off and counts as not ended (--keep)."""
     keep: Literal["all", "ended", "correct"] = "ended"
-    """Which answers to train on: all, those that ended by themselves, or those judged correct."""
+    """Answers to train on: all, only finished ones, or only those judged correct."""
 
     trainable: Trained = "low_rank"
-    """The adapter beside frozen weights, low-rank updates of attention too, or all weights."""
+    """Train only the adapter, low-rank updates of attention too, or all weights."""
     rank: int = UPDATES.rank
     """Rank of the low-rank updates of attention; unused unless trainable is low_rank."""
     alpha: float = UPDATES.alpha
@@ -69,30 +71,30 @@ class SelfTaught:
     window: int = 16
     """Number of recent tokens that always stay in the cache."""
     shift: int = EVICTING.shift
-    """How many tokens after a token the decision about it is made."""
+    """Number of tokens between a token and the decision about it."""
     ratios: tuple[float, ...] = (2.0, 3.5)
     """Compression ratios at which the model is exported and measured; training goes to the last."""
     tokens: int = STEPS * RECIPE.batch_size * RECIPE.sequence_length
-    """Tokens to train on, with padding; answers are repeated as needed."""
+    """Tokens to train on, padding included; answers are repeated as needed."""
     learning_rate: float | None = None
-    """Learning rate of everything but the adapter; the recipe's unless given."""
+    """Learning rate of everything but the adapter; by default the recipe's."""
     adapter_learning_rate: float = float(STAGE.adapter_learning_rate or 0)
     """Learning rate of the adapter that decides on evictions."""
     settle: float = 0.5
     """Share of the steps, at the end, that stay at the last ratio while the rates fall to zero."""
     warmup: float = 0.1
-    """Share of the steps before them in which the rates rise from zero."""
+    """Share of the steps before --settle in which the rates rise from zero."""
     from_attention: float = 0.0
-    """Share of the steps, at the start, in which the adapter alone learns from attention which
+    """Share of the steps, at the start, in which only the adapter learns, from attention, which
     tokens later queries need; 0.2 in recipes.dms_warm_up."""
     answers_only: bool = False
-    """Leave the prompts out of the loss."""
+    """Exclude the prompts from the loss."""
     sequence_length: int = RECIPE.sequence_length
     """Tokens of a training sequence."""
     batch_size: int = RECIPE.batch_size
     """Sequences of an optimizer step."""
     micro_batch_size: int | None = None
-    """Sequences that a device processes at a time; the recipe's unless given."""
+    """Sequences that a device processes at a time; by default the recipe's."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the passes of training."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -101,7 +103,7 @@ class SelfTaught:
     lanes: int = 256
     """Sequences in the cache at a time, when sampling and measuring."""
     page_size: int = 16
-    """Tokens a page of the cache."""
+    """Tokens per page of the cache."""
     evaluate_every: int = 50
     """Steps between measurements of the held-out answers while training."""
     checkpoint_every: int = 25
@@ -110,23 +112,21 @@ class SelfTaught:
     """Seed of sampling, of the order of the data and of the noise of training."""
 
     def __post_init__(self):
-        checks = {
-            "ratios": bool(self.ratios) and all(ratio > 1 for ratio in self.ratios),
-            "temperatures": bool(self.temperatures)
-            and all(each >= 0 for each in self.temperatures),
-            "questions": self.questions is None or self.questions >= 1,
-        }
+        above_one = Annotated[float, Range(1, above=True)]
         counts = ("answers", "held_out", "beginning", "max_new_tokens", "lanes", "page_size")
-        for name in (*counts, "evaluate_every", "checkpoint_every"):
-            checks[name] = getattr(self, name) >= 1
-        wrong = [name for name, right in checks.items() if not right]
-        if wrong:
-            option = "--" + wrong[0].replace("_", "-")
-            raise dms_jax.ConfigError(f"{option} cannot be {getattr(self, wrong[0])}.")
+        counts = (*counts, "questions", "evaluate_every", "checkpoint_every")
+        kinds: dict[str, Any] = dict.fromkeys(counts, Count)
+        kinds |= dict(ratios=Sequence[above_one], temperatures=Sequence[NotNegative])
+        for name, kind in kinds.items():
+            option, value = "--" + name.replace("_", "-"), getattr(self, name)
+            if value == ():
+                raise dms_jax.ConfigError(f"{option} needs a number.")
+            if value is not None:
+                check(option, value, kind)
 
     @property
     def adapter_only(self) -> bool:
-        """Whether the result is an adapter and not a whole model."""
+        """Whether the result is an adapter, not a whole model."""
         return self.trainable != "all"
 
     def load(self, adapter: pathlib.Path | None = None) -> dms_jax.LanguageModel:
@@ -163,19 +163,19 @@ class SelfTaught:
         return dataclasses.replace(recipe, **changes)
 
     def make_chat(self, model: dms_jax.LanguageModel) -> Chat | None:
-        """Returns how prompts go through the chat template; None to ask in plain text.
+        """Returns the chat options; None for plain text prompts.
 
         Raises:
-          ConfigError: --system or --template is given, and there is no chat.
+          ConfigError: --system or --template is given without a chat.
         """
         has_template = getattr(model.tokenizer, "chat_template", None) is not None
         asked = self.chat == "yes" or (self.chat == "auto" and has_template)
-        return read_chat(asked=asked, system=self.system, template=self.template)
+        return read_chat(asked=asked, system=self.system, template=self.template, by="--chat yes")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings that must not change between calls, as JSON data.
 
-        After running out of memory a run can go on with fewer lanes, for example.
+        Others may change: after running out of memory a run can resume with fewer lanes.
         """
         free = ("out", "lanes", "checkpoint_every")
         fields = {name: value for name, value in vars(self).items() if name not in free}
@@ -185,7 +185,7 @@ class SelfTaught:
 PRESETS = {
     "self-taught": (
         "DMS for a small chat model on its own answers: give --model and --prompts. The defaults "
-        "are what was measured best with 0.5B parameters on one GPU, and leave a file of a few "
+        "measured best with 0.5B parameters on one GPU, and produce a file of a few "
         "megabytes beside the model.",
         SelfTaught(model="", prompts=None, out=pathlib.Path("runs/self-taught")),
     ),

@@ -14,12 +14,18 @@ import json
 from typing import Any
 
 import dms_jax
-from dms_jax.command_line.reports import make_folder, provenance, reserve_folder, write_json
+from dms_jax.command_line.reports import (
+    make_folder,
+    provenance,
+    read_file,
+    reserve_folder,
+    write_json,
+)
 from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import HeldOut, measure
 from dms_jax.command_line.self_taught.page import write_page
-from dms_jax.command_line.self_taught.questions import read_questions
+from dms_jax.command_line.self_taught.questions import read_prompts, read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Documents
 from dms_jax.model.language_model import LanguageModel
@@ -28,10 +34,10 @@ BASE = "vanilla"
 
 
 def self_taught(config: SelfTaught) -> dict[str, Any]:
-    """Runs the stages that are not done yet, and returns the figures.
+    """Runs the unfinished stages, and returns the figures.
 
     Raises:
-      ConfigError: a setting makes no sense, or the directory holds a run with other settings.
+      ConfigError: a setting is invalid, or the directory holds a run with other settings.
       DataError: the prompts cannot be used, or no answer is left to train on.
     """
     if not config.model or config.prompts is None:
@@ -41,17 +47,18 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         )
     recipe, policy = config.make_recipe(), config.make_policy()
     check_window(policy, recipe)
+    records = read_prompts(config)
     with reserve_folder("--out", config.out):
         _check_settings(config)
         base = config.load()
         positions = base.config.max_position_embeddings
-        if recipe.sequence_length > positions:  # known before hours of sampling
+        if recipe.sequence_length > positions:  # fail before hours of sampling
             raise dms_jax.ConfigError(
                 f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
-                f"of --model {config.model}: give at most so many."
+                f"of --model {config.model}: give no more."
             )
-        questions = read_questions(config, base)
-    write_json(config.out / "settings.json", config.to_dict())  # a wrong call leaves none
+        questions = read_questions(config, base, records)
+    write_json(config.out / "settings.json", config.to_dict())  # after all checks
     answers = sample(config, base, questions, config.out / "answers")
     lessons = choose(config, questions, answers, config.out)
     held_out = HeldOut(config, base, lessons.held_out)
@@ -69,7 +76,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
         name = f"{ratio:g}"
         if not (folder / f"{name}.json").exists():
             measure(config, exported(config, name), *told, name)
-        systems[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        systems[name] = json.loads(read_file("--out", folder / f"{name}.json"))
     results = {
         "provenance": provenance(config),
         "prompts": questions.fingerprint,
@@ -118,7 +125,7 @@ def _check_settings(config: SelfTaught) -> None:
     file, settings = config.out / "settings.json", config.to_dict()
     if not file.exists():
         return
-    there = json.loads(file.read_text(encoding="utf-8"))
+    there = json.loads(read_file("--out", file))
     differ = [
         f"--{name.replace('_', '-')} {there.get(name)}, not {settings.get(name)}"
         for name in sorted(there.keys() | settings.keys())

@@ -1,4 +1,4 @@
-"""Synthetic tasks with exact scores: reasoning with worked solutions, and retrieval after RULER."""
+"""Synthetic tasks with exact scores: reasoning with worked solutions, and RULER's retrieval."""
 
 from dms_jax.data.tasks.base import SPLITS, Problem, Split, Task, split_of
 from dms_jax.data.tasks.reasoning import Arithmetic, LinearEquation, Reasoning, WordChain

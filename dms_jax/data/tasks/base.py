@@ -1,9 +1,9 @@
 """Synthetic tasks: problems drawn from seeds, worked solutions, exact scores.
 
 A task is a frozen dataclass of difficulty and length. `task.problem(split, index)` is a pure
-function of the task's fields, the split and the index, so that data needs no files and a run can
-resume anywhere. Splits are disjoint by construction: the `identity` of a problem (the equation, the
-needle's key and value) is hashed, and the hash determines the split; a problem of another split is
+function of the task's fields, the split and the index, so data needs no files and a run can resume
+anywhere. Splits are disjoint by construction: the `identity` of a problem (the equation, the
+needle's key and value) is hashed, and the hash determines the split; problems of another split are
 drawn again.
 
     0 test, 1 validation, 2..15 train   of sixteen
@@ -32,14 +32,14 @@ class Problem:
 
     Attributes:
       prompt: the text that the model reads.
-      solution: the text that follows: the working, if there is any, and the answer. It starts
-        where the prompt ends; an end token follows it.
+      solution: the continuation of the prompt: the steps, if any, and the answer. An end token
+        follows it.
       answers: the reference answers.
-      identity: what makes the problem unique; no two splits share it.
+      identity: key that makes the problem unique; no two splits share one.
       examples: worked examples before it, as (question, answer).
-      answer_prefix: the beginning of the answer, which the model is given: it follows the prompt
-        in plain text and begins the assistant's turn in a chat. The solution starts where it ends.
-      answer_tokens: the most new tokens of an answer; None for those of the sampling.
+      answer_prefix: the given beginning of the answer: it follows the prompt in plain text and
+        begins the assistant's turn in a chat. The solution continues it.
+      answer_tokens: the most new tokens of an answer; None for the sampling's limit.
     """
 
     prompt: str
@@ -71,7 +71,7 @@ class Task(Options, abc.ABC):
     def answer(self, completion: str) -> str | None:
         """Returns the answer of a completion in a normal form, for voting; None if it has none.
 
-        A completion is any text that a model wrote; parsing it never raises.
+        A completion is arbitrary model output; parsing it never raises.
         """
 
     def vote(self, answer: str) -> str:
@@ -85,23 +85,23 @@ class Task(Options, abc.ABC):
     def scores(self, pairs: Sequence[tuple[Problem, str]]) -> list[float]:
         """Returns the scores of completions, (problem, completion) each; in order.
 
-        Tasks whose judging is slow override it, to judge side by side.
+        Tasks with slow judging override it to judge in parallel.
         """
         return [self.score(problem, completion) for problem, completion in pairs]
 
     def score_answer(self, problem: Problem, answer: str) -> float:
-        """Returns the score of an answer that `answer` found, without the rest of the completion.
+        """Returns the score of an answer found by `answer`, without the rest of the completion.
 
-        A vote gets the score of the answer that it chose. By default an answer is scored as a
-        completion that consists of it.
+        A vote gets the score of the chosen answer. By default an answer is scored like a completion
+        with the same text.
         """
         return self.score(problem, answer)
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Returns problem `index` of a split, which is always the same.
+        """Returns problem `index` of a split, deterministically.
 
         Raises:
-          ConfigError: there is no such split, or the task has no problem in it.
+          ConfigError: the split is unknown, or the task has no problem in it.
         """
         if split not in SPLITS:
             raise ConfigError(f"There is no split {split!r}; there are {', '.join(SPLITS)}.")

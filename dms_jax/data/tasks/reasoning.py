@@ -1,10 +1,10 @@
-"""Problems whose solution is worked out step by step and ends in "The final answer is ...".
+"""Problems with step-by-step solutions that end in "The final answer is ...".
 
-`LinearEquation` has the format of the DMS paper's appendix C, which is that of DeepMind's
-mathematics dataset: "Solve 5*b - 2355 = -50*b - 2740 for b." `Arithmetic` reduces an expression one
-operation at a time. `WordChain` is a chain of comparisons in any order, among distractors: the
-solution traces it back from the question and then computes forward, so that every step has to look
-something up in the prompt. The working has about 50 to 1500 tokens of the shipped tokenizer.
+`LinearEquation` has the format of the DMS paper's appendix C, taken from DeepMind's mathematics
+dataset: "Solve 5*b - 2355 = -50*b - 2740 for b." `Arithmetic` reduces an expression one operation
+at a time. `WordChain` is a chain of comparisons in any order, among distractors: the solution
+traces it back from the question and then computes forward, so every step must look something up in
+the prompt. Solutions have about 50 to 1500 tokens of the shipped tokenizer.
 """
 
 import abc
@@ -27,20 +27,20 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning(Task):
-    """Problems whose answer is one whole number at the end of the working.
+    """Problems whose answer is one integer at the end of the solution.
 
     Attributes:
       slips: probability that the result of a step is off by one in one digit, as after a lost
-        carry. The working continues from the wrong result, while the reference answer is the true
-        one. A model that learns from such solutions makes random mistakes like a person: its
-        chains fail independently, and voting over them helps.
+        carry. The solution continues with the wrong result; the reference answer is the true one. A
+        model trained on such solutions makes random mistakes like a person, so its chains fail
+        independently, and voting helps.
     """
 
     slips: Slips = dataclasses.field(default=0.0, kw_only=True)
 
     @abc.abstractmethod
     def work(self, rng: random.Random) -> tuple[str, list[str], int, int]:
-        """Returns (question, lines of the working, their result, the true answer)."""
+        """Returns (question, lines of the solution, their result, the true answer)."""
 
     def draw(self, rng: random.Random) -> Problem:
         question, lines, result, answer = self.work(rng)
@@ -52,7 +52,7 @@ class Reasoning(Task):
         )
 
     def slip(self, rng: random.Random, value: int) -> int:
-        """Returns the value or, with probability `slips`, one that is off by one in one digit."""
+        """Returns the value or, with probability `slips`, the value off by one in one digit."""
         if not self.slips or rng.random() >= self.slips:
             return value
         return value + rng.choice((-1, 1)) * 10 ** rng.randrange(len(str(abs(value))))
@@ -257,7 +257,7 @@ def _reduce(tree: Operation, slip: Callable[[int], int]) -> tuple[Expression, st
 
 @dataclasses.dataclass(frozen=True)
 class WordChain(Reasoning):
-    """Questions of who has how many, through a chain of comparisons in any order.
+    """Questions about how many things a person has, given a chain of comparisons in any order.
 
     Attributes:
       steps: fewest and most comparisons between the known number and the one in question.

@@ -6,12 +6,12 @@ and the score: the share of references that occur in the completion, ignoring ca
 
 Differences, because nothing is downloaded: the essays are public-domain novels, cut at sentences; a
 regular expression splits sentences, and drops a closing quotation mark; adjectives and nouns come
-from our lists; a needle may come after the last line of noise; several chains are spread over the
-noise independently; and there is no worked example before the question (zero-shot).
+from our lists; a needle may follow the last line of noise; several chains are spread over the noise
+independently; and there is no worked example before the question (zero-shot).
 
-`evaluation.tasks.ruler` has RULER itself, to compare models by. These problems are to train on too:
-their sizes are in words, so that they need neither a tokenizer nor a search for a length, and every
-essay begins at another place of the split's own books (RULER's is the same text each time).
+`evaluation.tasks.ruler` is RULER itself, for comparing models. These problems serve training too:
+their sizes are in words, so they need neither a tokenizer nor a search for a length, and each essay
+starts at another place of the split's books (RULER's is the same text each time).
 """
 
 import bisect

@@ -1,35 +1,35 @@
-r"""Run code that a model wrote, in processes that can do nothing but compute.
+r"""Run model-written code in processes that can only compute.
 
     sandbox = Sandbox()
     sandbox.run("print(int(input()) + 1)", "41\n")          # Run(output="42\n", failure="")
     sandbox.call("def f(x): return x + 1", "f", [41])       # Run(output=42, failure="")
 
-A confined process is a fresh Python that locks itself in before it reads a line of the model's
-code (`inside`):
+A confined process is a fresh Python that locks itself in before it reads the model's code
+(`inside`):
 
-- time: a limit on processor time (RLIMIT_CPU, then SIGKILL a second later) and one on the wall
-  clock; it also dies with the process that started it;
-- memory: RLIMIT_AS; no shared memory or memory files; first to go when the machine runs out;
+- time: limits on processor time (RLIMIT_CPU, then SIGKILL a second later) and on wall time; it also
+  dies with its parent process;
+- memory: RLIMIT_AS; no shared memory or memory files; killed first when the machine runs out;
 - processes: no fork, no exec; threads are counted one by one by the parent process (seccomp user
   notification), because RLIMIT_NPROC counts a user's processes and never root's;
-- files: none can be written, created, renamed or removed; Python's library and the system's shared
-  libraries can be read, nothing else (Landlock); modes, owners and attributes cannot be changed.
-  Names, sizes and dates of files can be seen, contents cannot;
+- files: none can be written, created, renamed or removed; only Python's library and the system's
+  shared libraries can be read (Landlock); modes, owners and attributes cannot be changed. Names,
+  sizes and dates of other files are visible, contents are not;
 - network: no sockets of any family, no descriptors of other processes;
-- signals: to itself only; no debugging; no access to the priorities, limits or memory of others;
-- the environment is empty, standard error is discarded, and output beyond a limit ends it.
+- signals: only to itself; no debugging; no access to other processes' priorities, limits or memory;
+- the environment is empty, standard error is discarded, and output beyond a limit ends the process.
 
-All but the first two rest on a list of allowed system calls (`inside/system_calls.py`) and on
-Landlock. Both need Linux on x86-64 or aarch64 and no privileges. Where one is missing the sandbox
-refuses to run and names it; `allow_weaker=True` runs with what there is.
+All but the first two use an allow list of system calls (`inside/system_calls.py`) and Landlock.
+Both need Linux on x86-64 or aarch64, without privileges. If one is missing, the sandbox refuses to
+run and names it; `allow_weaker=True` runs with the available ones.
 
 The sandbox protects the machine, not the score. Expected outputs never enter the process, so
 LiveCodeBench's tests cannot be read or faked. HumanEval's tests are code and run in the process of
-the answer, as in the original: code that sets out to deceive them can. Exiting early is a failure.
+the answer, as in the original, so malicious code can deceive them. Exiting early is a failure.
 
-It is part of this package because lm-evaluation-harness runs HumanEval's programs unconfined. The
-answers to HumanEval and LiveCodeBench that a model writes here run without network, without files,
-and in a gigabyte of memory.
+lm-evaluation-harness runs HumanEval's programs unconfined; here a model's answers to HumanEval and
+LiveCodeBench run without network, without files, and in a gigabyte of memory. That is why the
+sandbox is part of this package.
 """
 
 from dms_jax.evaluation.sandbox.confined import Run, Sandbox, cores, side_by_side

@@ -1,4 +1,4 @@
-"""`Sandbox`: the limits, and what can be run within them."""
+"""`Sandbox`: limits, and running programs and calls within them."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from dms_jax.checks import Count, Options, Positive, Whole, require
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation.sandbox.supervising import Stopped, confined, starting
 
-# Attempts that change nothing where they succeed.
+# Escape attempts that are harmless if they succeed.
 _PROBE = """
 import os
 import socket
@@ -44,12 +44,11 @@ _HELD = "7 of 7\n"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What became of a program or a call.
+    """The result of a program or a call.
 
     Attributes:
-      output: what the program wrote to standard output, or what the function returned, as JSON
-        data; None where that failed.
-      failure: why it failed: "time", "output", "status 1" or "no value"; empty if it did not.
+      output: the program's standard output, or the function's result as JSON data; None on failure.
+      failure: why it failed: "time", "output", "status 1" or "no value"; empty on success.
     """
 
     output: Any
@@ -58,16 +57,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Sandbox(Options):
-    """The limits of code that a model wrote; see the package's docstring for what holds it.
+    """The limits of model-written code; the package's docstring describes the mechanisms.
 
     Attributes:
       seconds: processor time of each run, rounded up to whole seconds.
-      wall_seconds: time of each run on the clock; larger, because a machine can be busy.
-      megabytes: memory of each run, Python's own included.
-      threads: how many threads a run may start, in all.
+      wall_seconds: wall time of each run; larger, because a machine can be busy.
+      megabytes: memory of each run, including Python's.
+      threads: the most threads that a run may start in total.
       output_megabytes: the most that a run may print or return.
-      allow_weaker: run also where the system lacks some of the mechanisms, with those it has. The
-        code then may read and write your files and reach the network.
+      allow_weaker: whether to run if the system lacks some of the mechanisms. The code may then
+        read and write your files and reach the network.
     """
 
     seconds: Positive = 10
@@ -78,10 +77,10 @@ class Sandbox(Options):
     allow_weaker: bool = False
 
     def require(self) -> None:
-        """Makes sure that code can be run and is contained, by trying some escapes once.
+        """Checks once that code runs and is contained, by trying some escapes.
 
         Raises:
-          ConfigError: the system lacks a mechanism, or the limits leave no room to run in.
+          ConfigError: the system lacks a mechanism, or the limits are too tight to run anything.
         """
         _require(self)
 
@@ -102,11 +101,11 @@ class Sandbox(Options):
             return Run(None, failure)
         try:
             return Run(json.loads(text))
-        except (ValueError, RecursionError):  # it ended early, or wrote there itself
+        except (ValueError, RecursionError):  # the source exited early, or wrote there itself
             return Run(None, "no value")
 
     def _run(self, job: dict[str, Any], **streams: Any) -> tuple[bytes, str]:
-        """What a confined process wrote, and why it failed."""
+        """Returns the output of a confined process, and why it failed."""
         require(
             signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN,
             "The sandbox learns from the system how a program ended, and nothing where SIGCHLD is "
@@ -152,9 +151,9 @@ def cores() -> int:
 
 
 def side_by_side(judgements: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Makes judgements in as many threads as there are processors.
+    """Judges in one thread per processor.
 
-    What interrupts it does not wait for those that are under way.
+    An interrupt does not wait for running judgements.
     """
     pool = ThreadPoolExecutor(cores())
     try:

@@ -1,4 +1,4 @@
-"""The parent's side of one confined process: start it, read its output, count its threads."""
+"""The supervisor of a confined process: starts it, reads its output, counts its threads."""
 
 import contextlib
 import dataclasses
@@ -20,14 +20,14 @@ from dms_jax.errors import CapacityError
 
 _FOLDER = pathlib.Path(__file__).parent
 _CHUNK = 1 << 16
-_NOTIFICATION = 80  # bytes; the first 8 are its number
+_NOTIFICATION = 80  # bytes; the first 8 are its id
 _RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # ioctl: _IOWR('!', 0, 80) and _IOWR('!', 1, 24)
 _CONTINUE = 1
 _EAGAIN = 11
 
 
 class Stopped(Exception):
-    """A confined process went beyond a limit; the text says which."""
+    """A confined process exceeded a limit; the text says which."""
 
 
 @dataclasses.dataclass
@@ -37,9 +37,9 @@ class Confined:
     Attributes:
       process: the process.
       control: our end of its control socket.
-      deadline: when its time on the clock runs out, by `time.monotonic`.
-      threads: how many more threads it may start.
-      listener: where it asks for them; None where the system lacks it.
+      deadline: end of its wall time, by `time.monotonic`.
+      threads: number of further threads that it may start.
+      listener: descriptor of its requests for threads; None if the system lacks the mechanism.
       missing: mechanisms that the system lacks.
     """
 
@@ -51,10 +51,10 @@ class Confined:
     missing: tuple[str, ...] = ()
 
     def read(self, most: int) -> bytes:
-        """Returns what the process writes, to its end; answers its requests for threads meanwhile.
+        """Reads the output of the process to its end; answers requests for threads meanwhile.
 
         Raises:
-          Stopped: the time ran out, or there are more than `most` bytes.
+          Stopped: the time ran out, or the output has more than `most` bytes.
         """
         assert self.process.stdout is not None
         output = self.process.stdout.fileno()
@@ -91,7 +91,7 @@ class Confined:
             self.threads -= 1
             verdict = (0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)
             fcntl.ioctl(self.listener, _ANSWER, struct.pack("<QqiI", number, 0, *verdict))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             pass
 
     def wait(self) -> str:
@@ -107,10 +107,11 @@ class Confined:
         return "time" if status == -signal.SIGXCPU else f"status {status}" if status else ""
 
     def close(self) -> None:
-        """Ends the process and everything that belongs to it."""
-        if self.process.returncode is None:  # otherwise its number may be another's by now
+        """Ends the process and its children, and closes its descriptors."""
+        if self.process.returncode is None:  # otherwise its id may be reused by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # a group, where forks are possible
+                # the group, in case forks were possible
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
         self.control.close()
@@ -120,7 +121,7 @@ class Confined:
             os.close(self.listener)
 
     def hand_over(self, job: Mapping[str, Any]) -> None:
-        """Gives the process its job, and learns how far it is locked in."""
+        """Waits until the process is locked in, then sends it its job."""
         self.control.settimeout(max(self.deadline - time.monotonic(), 0.01))
         told = b""
         try:
@@ -129,7 +130,7 @@ class Confined:
                 chunk, given, _, _ = socket.recv_fds(self.control, _CHUNK, 1)
                 if given:
                     self.listener = given[0]
-                    os.set_inheritable(self.listener, False)  # as Python's own descriptors are
+                    os.set_inheritable(self.listener, False)  # like Python's own descriptors
                 told += chunk.replace(b"+", b"")
                 if not chunk:
                     raise CapacityError(
@@ -140,14 +141,14 @@ class Confined:
         except ConnectionError as error:
             raise CapacityError("The sandbox's process ended before it read its job.") from error
         self.missing = tuple(json.loads(told)["missing"])
-        with contextlib.suppress(ConnectionError):  # it ends where it must not run with less
+        with contextlib.suppress(ConnectionError):  # it ends if it may not run with less
             self.control.sendall(b"+")
 
     def _left(self) -> float:
         """Seconds until the deadline.
 
         Raises:
-          Stopped: there are none.
+          Stopped: the deadline has passed.
         """
         left = self.deadline - time.monotonic()
         if left <= 0:
@@ -157,7 +158,7 @@ class Confined:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Makes a lack of processes, open files or disk a CapacityError."""
+    """Turns a lack of processes, open files or disk into a CapacityError."""
     try:
         yield
     except OSError as error:
@@ -171,12 +172,12 @@ def starting() -> Iterator[None]:
 def confined(
     job: Mapping[str, Any], *, seconds: Number, threads: int, stdin: Any = subprocess.DEVNULL
 ) -> Iterator[Confined]:
-    """Starts a confined process and ends it.
+    """A context with a confined process, which ends with it.
 
     Args:
-      job: what it is to do, see `inside/__main__.py`.
-      seconds: time on the clock.
-      threads: how many threads it may start.
+      job: its job, see `inside/__main__.py`.
+      seconds: wall time.
+      threads: the most threads that it may start.
       stdin: as for `subprocess.Popen`.
 
     Raises:
@@ -211,6 +212,6 @@ def confined(
 
 
 def _libraries() -> dict[str, str]:
-    """Where the system looks for Python's shared library, if it was told."""
+    """The environment's search path for Python's shared library, if set."""
     name = "LD_LIBRARY_PATH"
     return {name: os.environ[name]} if name in os.environ else {}

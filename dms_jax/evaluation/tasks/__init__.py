@@ -1,4 +1,4 @@
-"""Tasks on local files of published data sets: answered in words, or by likelihood."""
+"""Tasks on local files of published data sets, answered in text or by likelihood."""
 
 from dms_jax.evaluation.tasks.choices import (
     ARC,

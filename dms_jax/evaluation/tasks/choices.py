@@ -1,8 +1,8 @@
 """Multiple-choice tasks: the answer is the most likely of several continuations.
 
 Prompts are those of lm-evaluation-harness, as the DMS paper uses it (appendix G). Each task reads
-its publisher's form, and all read the one of llm-foundry: {"query", "choices", "gold"}, or for
-WinoGrande {"context_options", "continuation", "gold"}.
+its publisher's format and llm-foundry's: {"query", "choices", "gold"}, or for WinoGrande
+{"context_options", "continuation", "gold"}.
 """
 
 import abc
@@ -22,7 +22,7 @@ class Choices:
     """A question with its options.
 
     Attributes:
-      contexts: one for each option; they are all the same except in WinoGrande.
+      contexts: one for each option; all equal except in WinoGrande.
       continuations: the text of each option, without the space before it.
       gold: index of the right option.
     """
@@ -45,13 +45,13 @@ class ChoiceTask(FromFile, abc.ABC):
       path, few_shot, examples: see `FromFile`.
     """
 
-    cue: ClassVar[str] = "\nAnswer:"  # after a query of llm-foundry's form
+    cue: ClassVar[str] = "\nAnswer:"  # follows a query in llm-foundry's format
 
     def choices(self, index: int) -> Choices:
         """Returns question `index`, after its worked examples.
 
         Raises:
-          DataError: there is none, or its record is malformed.
+          DataError: the question does not exist, or its record is malformed.
         """
         record = self.record(check(f"{self.name}: problem", index, Whole))
         posed = self._pose(record)
@@ -73,7 +73,7 @@ class ChoiceTask(FromFile, abc.ABC):
 
     @abc.abstractmethod
     def pose(self, record: Record) -> Choices:
-        """The question of a record of the publisher's, without examples."""
+        """The question of a record in the publisher's format, without examples."""
 
     def describe(self, record: Record) -> str:
         """Text before the worked examples; empty unless overridden."""
@@ -90,9 +90,9 @@ def with_options(prompt: str, options: tuple[str, ...], gold: int) -> Choices:
 class MMLU(ChoiceTask):
     """Multiple choice questions of 57 subjects, answered by a letter.
 
-    The published CSV has no header (question, A, B, C, D, letter), and its name says the subject:
-    `anatomy_test.csv`; a folder of them is all its subjects. Parquet and JSON lines have
-    "question", "choices", "answer" and "subject". Worked examples are of the question's subject.
+    The published CSV has no header (question, A, B, C, D, letter), and its name contains the
+    subject: `anatomy_test.csv`; a folder holds several subjects. Parquet and JSON lines have
+    "question", "choices", "answer" and "subject". Worked examples have the question's subject.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
@@ -128,7 +128,7 @@ class MMLU(ChoiceTask):
 
 
 def subject_of(record: Record) -> str:
-    """The subject of a record: its field, or the name of its file without the split."""
+    """The subject of a record: its field, or its file's name without the split."""
     if record.fields.get("subject"):
         return record.text("subject")
     return re.sub("_(test|val|dev)$", "", record.file)
@@ -169,14 +169,14 @@ class ARC(ChoiceTask):
 
 @dataclasses.dataclass(frozen=True)
 class HellaSwag(ChoiceTask):
-    """How a scene goes on: {"activity_label", "ctx_a", "ctx_b", "endings", "label"}.
+    """How a scene continues: {"activity_label", "ctx_a", "ctx_b", "endings", "label"}.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
     """
 
     name: ClassVar[str] = "hellaswag"
-    cue: ClassVar[str] = ""  # an ending goes on with the sentence
+    cue: ClassVar[str] = ""  # an ending continues the sentence
 
     def pose(self, record: Record) -> Choices:
         context = record.text("ctx_a")
@@ -188,14 +188,14 @@ class HellaSwag(ChoiceTask):
 
 
 def _cleaned(text: str) -> str:
-    """Removes the markup of WikiHow as lm-evaluation-harness does."""
+    """Removes WikiHow's markup like lm-evaluation-harness."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
 @dataclasses.dataclass(frozen=True)
 class PIQA(ChoiceTask):
-    """Which of two ways reaches a goal: {"goal", "sol1", "sol2", "label"}.
+    """Which of two solutions reaches a goal: {"goal", "sol1", "sol2", "label"}.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
@@ -231,7 +231,7 @@ class WinoGrande(ChoiceTask):
 
 @dataclasses.dataclass(frozen=True)
 class BoolQ(ChoiceTask):
-    """Yes or no about a passage: {"passage", "question", "answer": true}.
+    """Yes/no questions about a passage: {"passage", "question", "answer": true}.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.

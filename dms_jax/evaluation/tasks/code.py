@@ -1,9 +1,9 @@
-"""Programming tasks: answers are programs, and are judged by running them in a sandbox.
+"""Programming tasks: answers are programs, judged by running them in a sandbox.
 
-Nothing runs unless it is allowed: a task needs `sandbox=Sandbox()`. HumanEval is the published
-JSON lines, packed or not: {"task_id", "prompt", "entry_point", "canonical_solution", "test"}. A
-model that was not tuned to follow instructions completes the prompt (`style="plain"`), and its text
-counts up to where Chen et al. (2021) stop it; a chat model answers in a block of code.
+Running must be allowed explicitly with `sandbox=Sandbox()`. HumanEval is the published JSON lines,
+compressed or not: {"task_id", "prompt", "entry_point", "canonical_solution", "test"}. A model that
+was not tuned to follow instructions completes the prompt (`style="plain"`), and its text is cut
+where Chen et al. (2021) stop it; a chat model answers in a block of code.
 """
 
 import abc
@@ -25,7 +25,7 @@ HUMANEVAL_PROMPT = (
     "with the completed function in a block of code.\n```python\n{prompt}\n```"
 )
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-# Where a completion goes on to something else (Chen et al., section 3.1).
+# Where a completion leaves the function (Chen et al., section 3.1).
 _STOP = re.compile(r"\n(?:class|def|#|if|print)")
 
 
@@ -33,12 +33,12 @@ _STOP = re.compile(r"\n(?:class|def|#|if|print)")
 class CodeTask(FileTask):
     """Problems whose answers are programs.
 
-    The one reference answer of a problem is its tests, as JSON.
+    A problem's only reference answer is its tests, as JSON.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
-      sandbox: the limits of the programs; there is no default, because running what a model wrote
-        is a decision.
+      sandbox: the limits of the programs. There is no default, because running model-written code
+        must be a decision.
     """
 
     sandbox: Sandbox | None = None
@@ -58,7 +58,7 @@ class CodeTask(FileTask):
         """Whether an answer passes the tests of its problem."""
 
     def answer(self, completion: str) -> str | None:
-        """The last block of code, without what surrounds it."""
+        """The last block of code, without the surrounding text."""
         blocks = _BLOCK.findall(completion)
         return blocks[-1] if blocks and blocks[-1].strip() else None
 
@@ -88,7 +88,7 @@ class CodeTask(FileTask):
 
     @functools.cached_property
     def _verdicts(self) -> dict[tuple[str, str], bool]:
-        """Verdicts by tests and answer, because a judgement takes a while."""
+        """Cached verdicts by tests and answer, because judging is slow."""
         return {}
 
 
@@ -98,7 +98,7 @@ class HumanEval(CodeTask):
 
     Attributes:
       path, few_shot, examples, sandbox: see `CodeTask`.
-      style: "instruct" asks for a block of code; "plain" gives the beginning of the function alone.
+      style: "instruct" asks for a block of code; "plain" gives only the beginning of the function.
     """
 
     name: ClassVar[str] = "humaneval"
@@ -129,7 +129,7 @@ class HumanEval(CodeTask):
     def passes(self, sandbox: Sandbox, tests: dict[str, str], answer: str) -> bool:
         prompt, entry = tests["prompt"], tests["entry"]
         whole = re.search(rf"^(?:async )?def {re.escape(entry)}\b", answer, re.MULTILINE)
-        # A whole function comes after the prompt, whose imports and other functions it may use.
+        # A whole function is placed after the prompt, whose imports and other functions it may use.
         source = f"{prompt}\n\n{answer}\n" if whole else f"{prompt}{answer}\n"
         source += f"{tests['tests']}\n\ndef passed():\n    check({entry})\n    return True\n"
         return sandbox.call(source, "passed", []).output is True

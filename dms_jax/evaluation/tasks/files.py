@@ -1,7 +1,7 @@
 """Tasks whose problems are the records of a published data file.
 
-The file is the split: for every split the problems are those of the file, in order.
-Worked examples come from another file of the same form, so that no problem is its own example.
+The file is the split: every `split` gives the problems of the file, in order. Worked examples come
+from another file of the same format, so that no problem is its own example.
 """
 
 import abc
@@ -31,7 +31,7 @@ class FromFile(Options):
     """
 
     name: ClassVar[str]
-    columns: ClassVar[Sequence[str] | None] = None  # of a CSV file without a header
+    columns: ClassVar[Sequence[str] | None] = None  # columns of a CSV file without a header
 
     path: Path
     few_shot: Whole = 0
@@ -50,7 +50,7 @@ class FromFile(Options):
         """The records of the file.
 
         Raises:
-          DataError: it cannot be read, or a line is malformed.
+          DataError: the file cannot be read, or a line is malformed.
         """
         return read_records(self.path, columns=self.columns)
 
@@ -58,7 +58,7 @@ class FromFile(Options):
         """One record.
 
         Raises:
-          DataError: the file has fewer.
+          DataError: the file has too few records.
         """
         if not 0 <= index < len(self.records):
             raise DataError(
@@ -75,7 +75,7 @@ class FromFile(Options):
         """The records of the worked examples before a record.
 
         Raises:
-          DataError: there are too few.
+          DataError: there are too few examples.
         """
         if not self.few_shot:
             return ()
@@ -88,7 +88,7 @@ class FromFile(Options):
         return own[: self.few_shot]
 
     def examples_for(self, record: Record, examples: Sequence[Record]) -> Sequence[Record]:
-        """The examples that may precede a record; all of them unless overridden."""
+        """The examples that may precede a record; all unless overridden."""
         del record
         return examples
 
@@ -102,7 +102,7 @@ class FromFile(Options):
 
 @dataclasses.dataclass(frozen=True)
 class FileTask(FromFile, Task):
-    """Problems from a file that a model answers in generated text.
+    """Problems from a file, answered in generated text.
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
@@ -111,13 +111,13 @@ class FileTask(FromFile, Task):
 
     @abc.abstractmethod
     def pose(self, record: Record, number: int) -> Problem:
-        """The problem of a record, without examples; `number` is its place in the file."""
+        """The problem of a record, without examples; `number` is its index in the file."""
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Returns problem `index` of the file, whatever the split.
+        """Returns problem `index` of the file, for any split.
 
         Raises:
-          DataError: there is none, or its record is malformed.
+          DataError: the problem does not exist, or its record is malformed.
         """
         del split
         record = self.record(check(f"{self.name}: problem", index, Whole))

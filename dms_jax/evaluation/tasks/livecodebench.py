@@ -2,12 +2,12 @@
 
 The file is the published JSON lines: {"question_content", "starter_code", "public_test_cases",
 "private_test_cases", "metadata", ...}. Tests are lists of {"input", "output", "testtype"}, as JSON
-or as a text that holds it. Programs ("stdin") read and print; of functions ("functional") the input
-is a JSON value a line, one for each argument, and metadata names the function.
+or as a string with JSON. Programs ("stdin") read and print. The input of functions ("functional")
+is one JSON value per line, one for each argument; metadata names the function.
 
-Outputs are compared as LiveCodeBench compares them: line by line without the space around, and
-lines that differ as decimal numbers. The prompt is in LiveCodeBench's words; the DMS paper, whose
-appendix G has the prompts of other tasks, prints none for code.
+Outputs are compared like in LiveCodeBench: line by line without surrounding space, and as decimal
+numbers where lines differ. The prompt is LiveCodeBench's; the DMS paper, whose appendix G has the
+prompts of other tasks, prints none for code.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ STDIN_PROMPT = (
     "the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
     "\n```python\n# YOUR CODE HERE\n```\n\n"
 )
-# What contest sites import before an answer begins.
+# Imports that contest sites provide.
 _IMPORTED = (
     "string",
     "re",
@@ -66,7 +66,7 @@ _HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class LiveCodeBench(CodeTask):
-    """Contest problems with tests on standard input, or of a function.
+    """Contest problems, tested through standard input or by calling a function.
 
     Attributes:
       path, sandbox: see `CodeTask`. There are no worked examples: the file has no solutions.
@@ -119,7 +119,7 @@ def _lines(text: str) -> list[Any]:
 
 
 def _read_tests(record: Record, name: str) -> list[dict[str, str]]:
-    """The tests of a field; none where it is absent or empty."""
+    """The tests of a field; none if it is absent or empty."""
     value = record.fields.get(name) or []
     try:
         tests = json.loads(value) if isinstance(value, str) else value
@@ -161,7 +161,7 @@ def _function(record: Record) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether a program printed what was expected."""
+    """Whether a program printed the expected output."""
     mine, wanted = (text.strip().split("\n") for text in (output, expected))
     return len(mine) == len(wanted) and all(
         left.strip() == right.strip() or _same_numbers(left, right)

@@ -1,8 +1,8 @@
 """Mathematical problems from files, with the prompts of the DMS paper, judged by Math-Verify.
 
-GSM8K is asked as Meta asks it, AIME and MATH-500 as Open-R1 does (appendix G of the paper, where
-the chat template adds the rest). `style="plain"` is for models that were not tuned to follow
-instructions: the problem alone, as lm-evaluation-harness puts it, most often after worked examples.
+GSM8K uses Meta's prompt, AIME and MATH-500 use Open-R1's (appendix G of the paper, where the chat
+template adds the rest). `style="plain"` is for models that were not tuned to follow instructions:
+only the problem, like in lm-evaluation-harness, usually after worked examples.
 """
 
 import collections
@@ -47,8 +47,8 @@ class Mathematics(FileTask):
 
     Attributes:
       path, few_shot, examples: see `FromFile`.
-      style: "instruct" says in which format to answer, "boxed" asks for it as Qwen's model cards
-        do; "plain" gives the problem alone.
+      style: "instruct" states the answer format; "boxed" states it like Qwen's model cards; "plain"
+        gives only the problem.
     """
 
     name: ClassVar[str] = "mathematics"
@@ -57,11 +57,11 @@ class Mathematics(FileTask):
         "boxed": QWEN_PROMPT,
         "plain": "Question: {problem}\nAnswer:",
     }
-    next_problem: ClassVar[str] = "\nQuestion:"  # where a model starts a problem of its own
-    # Some models copy the brackets of the prompt. With a comma inside it is an interval.
+    next_problem: ClassVar[str] = "\nQuestion:"  # where a model starts inventing a problem
+    # Some models copy the prompt's brackets; with a comma inside they are an interval.
     bracketed: ClassVar[re.Pattern[str]] = re.compile(r"\[([^\[\],]+)\]")
 
-    numeric: ClassVar[bool] = False  # answers are numbers: "28 or 29" is none
+    numeric: ClassVar[bool] = False  # whether answers are numbers ("28 or 29" is no answer)
 
     style: Literal["instruct", "boxed", "plain"] = "instruct"
 
@@ -93,7 +93,7 @@ class Mathematics(FileTask):
         text = completion.partition(self.next_problem)[0] if self.style == "plain" else completion
         final = collections.deque(_FINAL.finditer(text), maxlen=1)
         text = text[final[0].end() :] if final else text
-        if self.style == "boxed":  # of several boxes the last one is the answer
+        if self.style == "boxed":  # the last of several boxes is the answer
             text = text[max(text.rfind("\\boxed"), 0) :]
         text = readable(text)
         bracketed = self.bracketed.match(text)
@@ -104,13 +104,13 @@ class Mathematics(FileTask):
         return self.stated_answer(text, bulleted="\n" in final[0][0])
 
     def stated_answer(self, text: str, *, bulleted: bool = False) -> str | None:
-        """The answer that a text states at its beginning, or else anywhere.
+        """The answer that a text states at its beginning, otherwise anywhere.
 
         Args:
-          text: what follows where the answer is announced, made `readable`.
-          bulleted: whether it is on a line of its own.
+          text: the text after the announcement of the answer, made `readable`.
+          bulleted: whether the announcement is a separate line.
         """
-        # What follows in paragraphs of their own are remarks, with numbers of their own.
+        # Later paragraphs are remarks, which may have other numbers.
         first = text.partition("\n\n")[0]
         answer = stated(first, bulleted=bulleted, numeric=self.numeric)
         if answer is not None:
@@ -133,7 +133,7 @@ class Mathematics(FileTask):
             answer = self.answer(completion)
             if answer is None:
                 return 0.0
-            self.vote(answer)  # asked for later, one by one, and cached
+            self.vote(answer)  # fills the cache for later calls
             return self.score_answer(problem, answer)
 
         return side_by_side([functools.partial(judged, *pair) for pair in pairs])
@@ -211,4 +211,4 @@ class AIME(MATH500):
         working, answer = super().read_solution(record)
         if not answer.isdecimal() or int(answer) > 999:
             raise record.error(f'"answer" must be a whole number from 0 to 999, got {answer!r}.')
-        return working, str(int(answer))  # they are published as "033"
+        return working, str(int(answer))  # published as "033"

@@ -1,4 +1,4 @@
-"""The quickstart, with hardly any training: every row, file and figure that it promises."""
+"""The quickstart with very little training: every row, file and figure."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ from dms_jax.command_line.demos import quickstart
 LENGTH = 64  # tokens of a sequence, for 512: each is a step
 
 
-def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
+def test_quickstart_prints_its_measurements(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(quickstart, "LENGTH", LENGTH)
     recipe = quickstart.recipes.dms_quickstart
@@ -61,8 +61,8 @@ def test_quickstart_measures_what_it_prints(tmp_path, capsys, monkeypatch):
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
 
 
-def test_snapshots_are_told_above_the_bar(monkeypatch, tmp_path):
-    """Not behind the bar's figures, where it was cut off."""
+def test_snapshots_print_above_the_bar(monkeypatch, tmp_path):
+    """They used to follow the bar's figures and were cut off."""
     out = io.StringIO()
     out.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", out)
@@ -117,5 +117,5 @@ def test_verdict_needs_two_standard_errors():
 
 def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(dms_jax.ConfigError, match=r"--out .*file: "):
+    with pytest.raises(dms_jax.ConfigError, match=r"--quickstart\.out .*file: "):
         quickstart.main(quickstart.Config(out=tmp_path / "file"))

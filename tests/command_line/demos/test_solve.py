@@ -1,4 +1,4 @@
-"""The demonstration of the reasoning models: what it shows is what was decoded."""
+"""The demo of the reasoning models shows the decoded answers."""
 
 import re
 
@@ -12,7 +12,7 @@ from dms_jax.command_line.demos import solve
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
-def test_the_shipped_models_solve_the_same_problems_side_by_side(capsys, monkeypatch):
+def test_shipped_models_solve_problems_side_by_side(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(solve, "LINES", 4)
     results = solve.main(solve.Config(problems=1))

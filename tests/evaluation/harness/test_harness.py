@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over the real cache: its three kinds of requests, and its command line."""
+"""lm-evaluation-harness over the real cache: three kinds of requests, and the command line."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ SMALL = dict(lanes=4, page_size=16, chunk=8, prefill_chunk=32)
 
 @pytest.fixture(scope="module")
 def lm_eval():
-    """From the extra `eval`, or else from `make clients`, behind all that is installed."""
+    """From the extra `eval`, or else from `make clients`, after installed packages on the path."""
     sys.path.append(str(CLIENTS / "python"))
     yield pytest.importorskip("lm_eval", reason="lm-eval is not there: `make clients`")
     sys.path.pop()
@@ -76,7 +76,7 @@ def test_an_adapter_is_loaded_with_its_checkpoint(lm_eval, monkeypatch):
 
 @functools.cache
 def tiny():
-    """A random model in float32 that reads the tokens of the shipped one."""
+    """A random float32 model with the shipped tokenizer."""
     config = dataclasses.replace(tiny_config(), vocab_size=512)
     return dataclasses.replace(
         stories(), transformer=random_model(config, dtype=np.float32), policy=dms_jax.Vanilla()
@@ -102,7 +102,7 @@ def test_loglikelihoods_equal_a_plain_pass(lm_eval, load):
 
 
 def test_rolling_loglikelihoods_equal_plain_passes(lm_eval, monkeypatch):
-    """Also of a text of several windows, the last of which sees all that fits before it."""
+    """Also of a text of several windows, the last of which sees as much context as fits."""
     text = "Once upon a time, there was a dog. The dog had a red ball and liked to play with it."
     model = harness_model()
     tokens = stories().tokenizer.encode(text)  # with the token that begins a sequence
@@ -126,7 +126,7 @@ def test_rolling_loglikelihoods_equal_plain_passes(lm_eval, monkeypatch):
     assert parts[0] == pytest.approx(want, abs=1e-3)
 
 
-def test_answers_end_at_their_stop_strings(lm_eval):
+def test_answers_end_at_stop_strings(lm_eval):
     requests = instances(
         "generate_until",
         ("Once upon a time", {"until": ["."], "max_gen_toks": 24}),
@@ -146,7 +146,7 @@ def test_answers_end_at_their_stop_strings(lm_eval):
     assert "." not in found[0]
 
 
-def test_policies_and_their_options(lm_eval):
+def test_policies_and_options(lm_eval):
     small = harness_model(policy="TOVA", budget=10)
     assert small.policy == dms_jax.TOVA(budget=10)
     requests = instances("loglikelihood", *zip(CONTEXTS, CONTINUATIONS, strict=True))
@@ -162,7 +162,7 @@ def test_policies_and_their_options(lm_eval):
             harness_model(**options)
 
 
-def test_chats(lm_eval):
+def test_chat_template_applies(lm_eval):
     model = harness_model(enable_thinking=False)
     model.model.tokenizer.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -179,7 +179,7 @@ def test_chats(lm_eval):
 
 
 def test_a_local_task_from_the_command_line(lm_eval, tmp_path):
-    """A likelihood task and one of generation, as `lm_eval` runs them."""
+    """A likelihood task and a generation task, as `lm_eval` runs them."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "dms_jax.evaluation.harness", "--model", "dms_jax"),
@@ -203,7 +203,7 @@ def test_a_local_task_from_the_command_line(lm_eval, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "results").rglob("*.json")
     data = json.loads(file.read_text())
-    # Every likely word but the last, whose right answer is said to be "kqjv".
+    # Likely words, except the last, whose stated answer is "kqjv".
     assert data["results"]["likely_words"]["acc,none"] == pytest.approx(2 / 3)
     assert data["results"]["next_words"]["exact_match,none"] == 0
     assert data["config"]["policy"] == dms_jax.TOVA(budget=16).to_dict()

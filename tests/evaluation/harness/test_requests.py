@@ -1,4 +1,4 @@
-"""What tasks ask for is served or refused, and open turns end where their content does."""
+"""Options of tasks are supported or refused, and open turns end with their content."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Escapes that were tried. Each is code that goes on only if it got out, and then returns 2."""
+"""Escape attempts. Each is code that continues only if it got out, and then returns 2."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ from tests.support.instances import nightly_but
 
 pytestmark = needs_containment
 SMALL = Sandbox(seconds=1, wall_seconds=30, megabytes=256, threads=8, output_megabytes=1)
-# What is refused ends by itself; memory that is handed out for the first time can take a second.
+# A refused attack ends by itself; the first allocation of memory can take a second.
 REFUSING = dataclasses.replace(SMALL, seconds=20)
 SECRET = "the secret of another process"
 
-# Refused at once, with an exception. {folder} holds a file `secret`, and {port} and {unix} are
-# sockets on which this process listens.
+# Refused at once, with an exception. {folder} has a file `secret`; this process listens on the
+# sockets {port} and {unix}.
 REFUSED = {
     # processes
     "fork": "while True: os.fork()",
@@ -104,7 +104,7 @@ REFUSED = {
     "input that ends": "input()",
     "exit with an exception": "sys.exit(0)",
 }
-# Doors of the kernel, by their numbers on x86-64.
+# System calls, by their numbers on x86-64.
 CALLS = {
     "queue a signal": "129, os.getppid(), 9, bytes(128)",
     "read memory of the parent": "310, os.getppid(), bytes(16), 1, bytes(16), 1, 0",
@@ -175,7 +175,7 @@ def libc(name, *arguments):
         error = ctypes.get_errno()
         raise PermissionError if error == 1 else LookupError(error)
 """
-# What a refusal looks like from inside. Anything else is a mistake in the attack.
+# The exceptions of a refusal. Anything else is a mistake in the attack.
 REFUSALS = (
     "AssertionError EOFError FileNotFoundError MemoryError OSError PermissionError RuntimeError "
     "SystemExit ValueError gaierror"
@@ -197,7 +197,7 @@ def outside(tmp_path_factory):
 
 
 def attack(code, folder="", port=0):
-    """A module with f, which returns 2 if the code gets to its end, and else what stopped it."""
+    """A module with f, which returns 2 if the code reaches its end, else what stopped it."""
     body = textwrap.indent(code.format(folder=folder, port=port), "        ")
     imports = "".join(f"import {name}\n" for name in MODULES if name in code)
     return (
@@ -207,7 +207,7 @@ def attack(code, folder="", port=0):
 
 
 def children():
-    """Processes that this one has started and that are still there, ended ones included."""
+    """Child processes of this one, zombies included."""
     tasks = Path("/proc/self/task")
     found: set[str] = set()
     for task in tasks.iterdir():
@@ -216,7 +216,7 @@ def children():
     return found
 
 
-# Of each kind one or two; the other doors are tried at night.
+# One or two of each kind; the others are nightly.
 QUICK = {
     *("fork", "exec of Python", "100 GB at once", "write", "mode", "read a secret"),
     *("TCP to this machine", "UNIX socket", "kill the parent", "namespaces", "loop", "exit"),
@@ -237,7 +237,7 @@ def test_escapes_fail(outside, name):
     else:
         assert call.output in REFUSALS.split()
     assert time.monotonic() - begin < SMALL.wall_seconds, "a limit on the clock had to end it"
-    # Nothing outside has changed, nobody called, and no process stays.
+    # Nothing outside has changed, no socket was used, and no process stays.
     assert (folder / "secret").read_text() == SECRET
     now = (folder / "secret").stat()
     assert (now.st_mode, now.st_uid, now.st_mtime_ns) == (
@@ -253,7 +253,7 @@ def test_escapes_fail(outside, name):
     assert children() <= before
 
 
-def test_attacks_work_outside_the_sandbox(outside):
+def test_control_attacks_work_outside_the_sandbox(outside):
     """The attacks are well formed: outside the sandbox they reach the end."""
     folder, tcp, _ = outside
     for name in ("read a secret", "read a link to a secret", "read through ..", "list a folder"):
@@ -292,14 +292,14 @@ def test_threads_are_counted():
 
 def test_the_environment_is_empty(monkeypatch):
     monkeypatch.setenv("TOKEN_OF_SOMEBODY", "x")
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")  # of Python, not of the answer
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")  # a process of Python, not of the answer
     run = SMALL.run("import os, sys\nprint(dict(os.environ), sys.argv, os.getcwd())")
     assert run.output == "{} ['answer.py'] /\n"
 
 
 @pytest.mark.nightly
 def test_sandbox_dies_with_its_parent():
-    """Even where that one is killed and can end nothing itself."""
+    """Even if the parent is killed and cannot clean up."""
     source = (
         "from dms_jax.evaluation.sandbox import Sandbox\n"
         "Sandbox(wall_seconds=600).run('import time; time.sleep(600)')"

@@ -1,4 +1,4 @@
-"""What a sandbox lets a program do, what it says of a failure, and where it refuses to run."""
+"""What a sandbox permits, how it reports failures, and where it refuses to run."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def test_programs_can_compute(source, stdin, output):
     assert (run.output, run.failure) == (output, "")
 
 
-def test_failures_say_what_happened():
+def test_failures_are_explained():
     assert SANDBOX.run("print(1)\n1 / 0") == Run("1\n", "status 1")
     assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
     assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
@@ -68,7 +68,7 @@ def test_failures_say_what_happened():
 
 
 def test_calls_return_json():
-    """A method hides a function; output is no result; threads left do not keep it alive."""
+    """A method hides a function; output is not the result; threads do not keep it alive."""
     source = (
         "import threading, time\nprint('[')\ndef f(x): return 0\n"
         "class Solution:\n    def f(self, x):\n        print(x)\n"
@@ -79,7 +79,7 @@ def test_calls_return_json():
 
 
 def test_cpu_timeout_is_reported():
-    """Not as the signal that ended the process, which other limits and the code itself send too."""
+    """Not as the signal that ended the process: other limits and the code send signals too."""
     short, loop = Sandbox(seconds=1, wall_seconds=60), "while True: pass"
     judgements = [
         lambda: short.run(f"print(1, flush=True)\n{loop}").failure,
@@ -90,7 +90,7 @@ def test_cpu_timeout_is_reported():
 
 
 def test_long_arguments_and_threads():
-    """Requests for threads are answered as soon as the arguments are handed over."""
+    """Thread creation is permitted as soon as the arguments are transferred."""
     source = (
         "import threading\neach = threading.Thread(target=int)\neach.start()\neach.join()\n"
         "def f(x): return len(x)"
@@ -98,12 +98,12 @@ def test_long_arguments_and_threads():
     assert SANDBOX.call(source, "f", ["x" * 3_000_000]).output == 3_000_000
 
 
-# -- where it cannot hold -------------------------------------------------------------------------
+# -- missing mechanisms ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def lacking(tmp_path, monkeypatch):
-    """A system that lacks a mechanism: its module fails as on a kernel without it."""
+    """Makes the module of a mechanism fail as on a kernel without it."""
     folder = Path(supervising.__file__).parent
     shutil.copytree(folder, tmp_path / "sandbox")
 
@@ -162,7 +162,7 @@ def test_missing_mechanism_is_named(lacking, name, old, new, message):
 
 @pytest.mark.nightly
 def test_container_with_its_own_listener_is_named():
-    """Of the filters of a process one may have a listener: then a container's own has it."""
+    """Only one filter of a process may have a listener, and the container's filter has it."""
     source = (
         f"import sys\nsys.path[:0] = {sys.path!r}\n"
         "from tests.support import containment\n"
@@ -188,7 +188,7 @@ def test_broken_mechanism_is_noticed(lacking):
 
 
 def test_allow_weaker(lacking):
-    """With less it contains less: the code then reads what the user may read."""
+    """With a mechanism missing, the code can read the user's files."""
     lacking("confining", 'if sys.platform != "linux":', "if True:")
     weaker = Sandbox(allow_weaker=True, seconds=1, wall_seconds=30, megabytes=256)
     assert "root" in weaker.run("print(open('/etc/passwd').read())").output
@@ -226,7 +226,7 @@ def test_too_many_open_files_is_an_error_not_a_score(monkeypatch):
 
 
 def test_descriptors_are_neither_leaked_nor_inherited(monkeypatch):
-    """Neither after a judgement nor, while it lasts, to other programs that are started."""
+    """Neither after a judgement nor to programs started meanwhile."""
     inherited = []
     answer = supervising.Confined.answer
     monkeypatch.setattr(
@@ -246,7 +246,7 @@ def test_descriptors_are_neither_leaked_nor_inherited(monkeypatch):
 
 
 def test_ignored_sigchld_is_refused():
-    """A program that printed the right thing and then crashed would have ended with status 0."""
+    """A program that printed the right answer and then crashed would count as status 0."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(ConfigError, match="SIGCHLD is ignored"):
@@ -255,7 +255,7 @@ def test_ignored_sigchld_is_refused():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_side_by_side_keeps_the_order():
+def test_parallel_judgements_keep_their_order():
     runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
     assert runs == [f"{i}\n" for i in range(6)]
     assert side_by_side([]) == []

@@ -1,4 +1,4 @@
-"""Records in the forms in which the data sets are published; the questions are made up."""
+"""Records in the published forms of the data sets, with invented questions."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Programming problems in the forms in which they are published; the problems are made up."""
+"""Invented programming problems in the published forms."""
 
 import json
 

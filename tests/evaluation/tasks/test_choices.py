@@ -1,4 +1,4 @@
-"""Questions of published forms: contexts, continuations and the right one, letter by letter."""
+"""Questions in published forms: exact contexts, continuations and the right one."""
 
 import pytest
 
@@ -55,14 +55,14 @@ def test_published_forms(tmp_path, task, records, context, continuations, gold):
 
 
 @pytest.mark.parametrize("records", [published.WINOGRANDE, published.WINOGRANDE_SHARED])
-def test_winogrande_scores_what_follows_the_name(tmp_path, records):
+def test_winogrande_scores_text_after_the_name(tmp_path, records):
     choices = WinoGrande(lines(tmp_path / "a.jsonl", records)).choices(0)
     assert choices.contexts == ("Bob fed the cat because Bob", "Bob fed the cat because the cat")
     assert choices.continuations == ("was hungry.",) * 2
     assert choices.gold == 1
 
 
-def test_mmlu_with_worked_examples_of_its_own_subject(tmp_path):
+def test_mmlu_examples_are_of_the_same_subject(tmp_path):
     test, dev = tmp_path / "test", tmp_path / "dev"
     test.mkdir()
     dev.mkdir()

@@ -1,4 +1,4 @@
-"""HumanEval and LiveCodeBench: forms, prompts, what counts as an answer, and what passes."""
+"""HumanEval and LiveCodeBench: forms, prompts, extraction of answers, and passing."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def test_humaneval_prompts(make):
     ("completion", "score"),
     [
         ("    return 2 * (sum(numbers) - skip * numbers.count(skip))", 1),
-        # It goes on with something else, which does not count.
+        # The completion continues with other text, which does not count.
         ("    return 2 * sum(n for n in numbers if n != skip)\n\nprint(undefined)\n", 1),
         ("    return 2 * sum(n for n in numbers if n != skip)\n\ndef check(c):\n    1 / 0", 1),
         ("    return 2 * sum(numbers)", 0),

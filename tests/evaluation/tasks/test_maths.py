@@ -1,4 +1,4 @@
-"""Mathematical tasks on files: the prompts of appendix G, and answers in any writing."""
+"""Mathematical tasks on files: the prompts of appendix G, and answers in any notation."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def test_gsm8k_prompt(gsm8k):
         (0, f"The final answer is {'9' * 6000}.50", 0),
         (0, f"The final answer is 10.{'0' * 6000}", 1),
         (0, f"The final answer is {'0' * 6000}10.50", 0),
-        # A comma is of thousands, in the brackets of the prompt too.
+        # A comma separates thousands, also in the prompt's brackets.
         (1, "The final answer is [1,100].", 1),
         (1, "The final answer is [$1,100]", 1),
         (1, "The final answer is 1,100", 1),
@@ -74,7 +74,7 @@ def test_gsm8k_answers(gsm8k, number, completion, score):
 
 
 def test_long_decimal_is_read_once():
-    """Chains repeat themselves. If each zero were tried as the first of the last, it took 4 s."""
+    """Chains repeat themselves; a backtracking search over the zeros took 4 s."""
     number = f"0.{'0' * 19_000}1"
     began = time.process_time()
     assert mathematics_worker.find(f"The final answer is {number}", seconds=5) == number
@@ -131,7 +131,7 @@ def test_gsm8k_plain_with_examples(tmp_path, gsm8k):
         ),
     )
     assert task.problem("test", 1).answers == ("1100",)
-    # A base model goes on with a question of its own.
+    # A base model continues with another question.
     assert task.score(problem, " 12 - 2 = 10\n#### 10\n\nQuestion: And 5?\nAnswer: #### 5") == 1
     assert task.score(problem, " 12\n#### 12\n#### 9") == 0
 
@@ -165,14 +165,14 @@ EQUAL = [
     ["[0,1]"],
     ["\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"],
     ["\\begin{pmatrix}2\\\\1\\end{pmatrix}"],
-    # Numbers as they are found: a rounded one is not the fraction that it is near.
+    # Numbers are compared exactly: a rounded one is not equal to the nearby fraction.
     ["0.5", "\\frac12", "3/6", "0.50"],
     ["-0.5", "-\\frac{1}{2}"],
     ["\\frac13"],
     ["0.333333"],
     ["5"],
     ["5\\%"],
-    # As products of letters, or as equations, these would be equal.
+    # Parsed as products of letters, or as equations, these would be equal.
     ["Evelyn"],
     ["Evenly"],
     ["x\\in(0,1)"],
@@ -231,8 +231,8 @@ def test_judgement_that_kills_its_process_is_wrong(hurried, caplog):
     assert mathematics.is_same("1", "1.0")
 
 
-def test_together_caches_scores(gsm8k, monkeypatch):
-    """Scores are those of one by one, and votes ask no process again."""
+def test_judging_together_caches_scores(gsm8k, monkeypatch):
+    """Scores equal those of single judgements, and votes start no further judgement."""
     task = GSM8K(gsm8k, style="boxed")
     texts = [f"Then \\boxed{{{each}}}." for each in ("10", "10.0", "11", "\\frac{20}{2}")] + ["no"]
     problem = task.problem("test", 0)
@@ -284,7 +284,7 @@ def test_aime(tmp_path):
         AIME(wrong).problem("test", 0)
 
 
-def test_mathematics_reads_any_file(tmp_path):
+def test_maths_reads_any_file(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": "Solve 2*x = 8 for x.", "answer": "4"}])
     task = Mathematics(path)
     problem = task.problem("train", 0)
@@ -293,7 +293,7 @@ def test_mathematics_reads_any_file(tmp_path):
     assert task.score(problem, "x = 4. The final answer is 4") == 1
 
 
-def test_gsm8k_without_its_mark_is_named(tmp_path):
+def test_gsm8k_without_answer_mark_is_named(tmp_path):
     path = lines(tmp_path / "a.jsonl", [published.GSM8K[0], {"question": "?", "answer": "10"}])
     with pytest.raises(DataError, match=r'a\.jsonl, line 2: "answer" must end in "####'):
         GSM8K(path).problem("test", 1)

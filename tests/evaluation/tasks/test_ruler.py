@@ -1,6 +1,6 @@
-"""RULER's tasks: texts byte for byte as its own generators write them, lengths, depths and scores.
+"""RULER's tasks: texts equal to its generators' byte for byte, lengths, depths and scores.
 
-`tests/golden/ruler` holds what RULER's code wrote (`tests/golden/make_ruler.py`).
+`tests/golden/ruler` has the output of RULER's code (`tests/golden/make_ruler.py`).
 """
 
 import collections
@@ -42,7 +42,7 @@ ESSAY = split_words(ruler.ESSAY)
 
 @pytest.fixture
 def files(tmp_path):
-    """The data of the questions, as their publishers write it."""
+    """Question data in the published form."""
     (tmp_path / "squad.json").write_text(json.dumps(ruler.SQUAD))
     (tmp_path / "hotpotqa.json").write_text(json.dumps(ruler.HOTPOTQA))
     return {"squad": tmp_path / "squad.json", "hotpotqa": tmp_path / "hotpotqa.json"}
@@ -73,7 +73,7 @@ def test_golden_files_cover_all_13_tasks():
 
 
 @pytest.mark.parametrize("case", ruler.CASES)
-def test_texts_equal_rulers(case, files):
+def test_texts_equal_golden_files(case, files):
     size, number, _ = ruler.CASES[case]
     filled = family(case, files).fill(ruler.Scripted(), size, number)
     assert (filled.prompt + filled.answer_prefix).encode() == (GOLDEN / f"{case}.txt").read_bytes()
@@ -99,7 +99,7 @@ def test_prompts_fill_the_length(files, length):
 def test_problems_depend_on_seed_split_and_index(files):
     for task, again in zip(tasks(2500, files), tasks(2500, files), strict=True):
         first = task.problem("test", 1)
-        again.problem("test", 3)  # what was made before does not matter
+        again.problem("test", 3)  # independent of earlier problems
         assert again.problem("test", 1) == first
         assert task.problem("test", 2).prompt != first.prompt
         assert dataclasses.replace(task, seed=7).problem("test", 1).prompt != first.prompt
@@ -107,8 +107,8 @@ def test_problems_depend_on_seed_split_and_index(files):
         assert (other.answers == first.answers) == task.task.startswith("qa")
 
 
-def test_answers_are_in_the_context_once(files):
-    """No other needle has the key that is asked for."""
+def test_context_has_each_answer_once(files):
+    """No other needle has the requested key."""
     for task in tasks(2500, files):
         if task.task not in NEEDLE_TASKS:
             continue
@@ -166,7 +166,7 @@ def test_solutions_score_1(files):
 
 
 def test_vt_of_the_dms_paper():
-    """40 chains of no hops, and no worked example: with more it would not fit its 500 tokens."""
+    """40 chains without hops and without a worked example, which would not fit 500 tokens."""
     task = RULER("vt", 5000, chains=40, hops=0, worked_example=False).fitted(characters)
     problem = task.problem("test", 0)
     assert len(re.findall(r"\nVAR [A-Z]{5} = \d{5}\n", problem.prompt.replace("\n", "\n\n"))) == 40
@@ -261,7 +261,7 @@ def test_malformed_hotpotqa_is_rejected(tmp_path, record, message):
 
 @pytest.mark.parametrize("adjectives", ["", "red"])
 def test_too_few_keys_are_rejected(tmp_path, adjectives):
-    """Keys differ: of too few words there would be no other one to draw."""
+    """Keys must differ, and too few words leave no further key."""
     for name, lines in (
         ("adjectivelist.txt", adjectives),
         ("nounlist.txt", "cat\ndog"),
@@ -272,7 +272,7 @@ def test_too_few_keys_are_rejected(tmp_path, adjectives):
         RULER("niah_multikey_1", 600, words=tmp_path).fitted(characters).problem("test", 0)
 
 
-def test_mistakes_are_named(files, tmp_path):
+def test_wrong_options_are_named(files, tmp_path):
     with pytest.raises(ConfigError, match=r"qa_1 reads .* questions=SQuAD's dev-v2\.0\.json"):
         RULER("qa_1")
     with pytest.raises(ConfigError, match=r"qa_2 reads .* hotpot_dev_distractor_v1\.json"):
@@ -304,7 +304,7 @@ def test_mistakes_are_named(files, tmp_path):
 
 @pytest.mark.parametrize("unit", [1, 7, 40])
 @pytest.mark.parametrize("start", [1, 90, 5000])
-def test_largest_size_in_few_counts(unit, start):
+def test_largest_size_is_found_in_few_counts(unit, start):
     for length in (400, 4096, 131_072):
         counted = []
 

@@ -1,8 +1,8 @@
-"""Answers as models write them: what is right counts, whatever stands around it.
+"""Answers as models write them: a right answer counts in any surrounding text.
 
-The forms are those of answers of instruction-tuned models to GSM8K, and others of their kinds:
-currencies, emphasis, quotes, brackets, signs of Unicode, units, remarks with numbers of their own,
-and sums. What a form says was decided by reading it.
+The forms come from answers of instruction-tuned models to GSM8K, and similar ones: currencies,
+emphasis, quotes, brackets, Unicode signs, units, remarks with other numbers, and sums. The expected
+answer of each form was decided by reading it.
 """
 
 import pytest
@@ -353,7 +353,7 @@ WRONG = {
         "1 thousand",
     ],
 }
-# Of tasks whose answers are expressions.
+# For tasks whose answers are expressions.
 EXPRESSIONS = [
     ("3\\sqrt{2}", "3\\sqrt{2}."),
     ("3\\sqrt{2}", "$3\\sqrt{2}$ (about 4.24)."),
@@ -377,7 +377,7 @@ EXPRESSIONS = [
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    """Whether what follows "The final answer is" is the answer of a problem."""
+    """Whether the text after "The final answer is" answers a problem."""
     folder = tmp_path_factory.mktemp("problems")
 
     def judge(gold: str, said: str) -> bool:
@@ -414,7 +414,7 @@ def test_announcements(tmp_path, announced):
     assert task.score(task.problem("test", 0), announced) == 1
 
 
-def test_mark_of_a_worked_solution(tmp_path):
+def test_marked_answer_of_a_worked_solution(tmp_path):
     path = lines(tmp_path / "t.jsonl", [{"question": "?", "answer": "#### 29"}])
     task = GSM8K(path, style="plain")
     for said, score in (("29 (3 * 10 - 1)", 1), ("\\$29.", 1), ("\u221229", 0), ("28 or 29", 0)):

@@ -1,4 +1,4 @@
-"""Sessions that ask a server by its address: what counts of an answer is what the server says."""
+"""Sessions against a server's address: tokens are counted by the server's usage."""
 
 import contextlib
 import http.server
@@ -12,7 +12,7 @@ from experiments.benchmarks import agent_sessions
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
-    """Streams answers as vLLM does: first a part without text, then the texts of `parts`."""
+    """Streams answers like vLLM: first a part without text, then the texts of `parts`."""
 
     parts: tuple[str, ...] = ()
     usage = True
@@ -47,7 +47,7 @@ class Stub(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def stub(**fields):
-    """The address of a server that answers so, and the bodies that it was sent."""
+    """The address of such a server, and the bodies that it received."""
     handler = type("Handler", (Stub,), {"asked": [], **fields})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -65,7 +65,7 @@ def config(url: str) -> agent_sessions.Config:
 
 @pytest.mark.parametrize("parts", [(), ("a", "b")], ids=["no text", "text"])
 def test_answers_without_text_count_as_tokens(parts):
-    """Random weights write special tokens, of which a server shows nothing."""
+    """Random weights write special tokens, whose text a server hides."""
     with stub(parts=parts) as (url, asked):
         turns = agent_sessions.ask_server(config(url), url)["turns"]
     assert len(asked) == 6
@@ -78,7 +78,7 @@ def test_answers_without_text_count_as_tokens(parts):
 
 
 def test_answer_without_usage_is_refused():
-    """What ended early, or was not counted, would be timed as if it had been answered."""
+    """An answer that ended early, or was not counted, would be timed as complete."""
     with (
         stub(parts=("a",), usage=False) as (url, _),
         pytest.raises(dms_jax.ConfigError, match="tokens"),

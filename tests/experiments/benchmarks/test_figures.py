@@ -1,9 +1,8 @@
-"""The arithmetic of benchmarks: what decides a number that is published."""
+"""The arithmetic of benchmarks, which decides published numbers."""
 
 import dataclasses
 import functools
 import gzip
-import importlib.util
 import json
 
 import jax
@@ -24,7 +23,6 @@ from experiments.benchmarks import (
     shapes,
     throughput,
     timing,
-    tpu_schedule,
     traces,
     training,
     vllm_peer,
@@ -58,7 +56,7 @@ def test_roofline_is_of_the_device_that_reads_most(monkeypatch):
 
 
 def test_device_groups_have_their_own_sequences(monkeypatch):
-    """Four devices, of which two and two share heads: `batch` sequences for each pair."""
+    """Four devices in two pairs that share heads: `batch` sequences for each pair."""
     model = shapes.model_of("tiny", jnp.float32, dms_jax.make_mesh(2, 2))
     sizes = dict(shapes=("tiny",), batch=3, context=192, window=16, chunk=4, dtype="float32")
     config = decode_steps.Config(**sizes, ratios=(1,), model_parallel=(2,), data_parallel=(2,))
@@ -134,22 +132,10 @@ def test_drawn_eviction_leaves_the_ratio():
     assert kept == pytest.approx(1024)
 
 
-# -- calls of the engine and of a server -----------------------------------------------------------
+# -- calls of an engine and of a server ------------------------------------------------------------
 
 
-@pytest.mark.nightly
-def test_whole_calls_are_timed(tmp_path):
-    out = tmp_path / "engine.json"
-    sizes: dict = dict(lanes=2, requests=3, prompts=(5, 9), new_tokens=4, chunk=4, runs=1)
-    engine.main(engine.Config(shape="tiny", **sizes, dtype="float32", out=out))
-    results = json.loads(out.read_text())
-    (run,) = results["runs"]
-    assert results["first_call"]["requests"] == run["requests"] == 3
-    assert 15 <= run["prompt_tokens"] <= 27
-    assert run["tokens_per_second"] == run["new_tokens"] / run["seconds"]
-
-
-def test_a_turn_is_split_at_its_launches():
+def test_turn_time_is_split_at_launches():
     marks = engine.Marks()
     marks.events = [
         *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
@@ -235,21 +221,7 @@ def test_session_prompts_have_the_recorded_lengths():
     assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
 
 
-@pytest.mark.nightly
-def test_sessions_ask_a_running_server(tmp_path):
-    out = tmp_path / "sessions.json"
-    with a_server(policy=dms_jax.Vanilla(), prefix_cache=1e6) as client:
-        sizes = dict(shape="tiny", sessions=3, turns=4, shorten=150)
-        address = f"http://127.0.0.1:{client.port}"
-        agent_sessions.main(agent_sessions.Config(**sizes, url=address, out=out))
-        assert client.metric("dms_jax_answers_total") == 12
-    (row,) = json.loads(out.read_text())["rows"]
-    assert [turn["prompt"] for turn in row["turns"]] == [58, 60, 62, 64]
-    assert all(0 < turn["median_seconds"] <= turn["longest_seconds"] for turn in row["turns"])
-    assert [turn["cached"] > 0.5 for turn in row["turns"]] == [False, True, True, True]
-
-
-# Compiles into the cache of its folder and no other, and takes a tenth of a second.
+# A step compiles into the cache of its folder only, and takes a tenth of a second.
 SCRIPT = (
     "import os, time",
     "assert 'JAX_COMPILATION_CACHE_DIR' not in os.environ",
@@ -260,7 +232,7 @@ SCRIPT = (
 WORK = f'python -c "{"; ".join(SCRIPT)}"'
 
 
-def test_steps_of_a_folder_follow_each_other(monkeypatch, tmp_path):
+def test_steps_of_a_folder_run_in_sequence(monkeypatch, tmp_path):
     steps = {
         name: first_results.Step(name, WORK, folder)
         for name, folder in zip("abc", "xyx", strict=True)
@@ -286,8 +258,8 @@ def event(name, ts, dur, module="jit_decode", pid=1):
     return dict(ph="X", pid=pid, name=name, ts=ts, dur=dur, args={"hlo_module": module})
 
 
-def test_launches_and_busy_time_are_counted(tmp_path):
-    """Two steps of two layers: two kernels a layer, of which one overlaps, and one a step."""
+def test_trace_counts_launches_and_busy_time(tmp_path):
+    """Two steps of two layers: two kernels a layer, one of them overlapping, and one a step."""
     events = [event("loop_add_fusion", 0, 50, module="jit_clear")]
     for step in range(2):
         for layer in range(2):
@@ -321,7 +293,7 @@ def test_launches_and_busy_time_are_counted(tmp_path):
     assert list(trace.programs()) == ["decode", "clear"]
 
 
-def test_families_of_kernels(monkeypatch):
+def test_kernels_are_grouped_by_family(monkeypatch):
     events = [
         (0.0, 900.0, "ncclDevKernel_AllGather_RING_LL"),
         (1.0, 2000.0, "nvjet_tst_128x256"),
@@ -338,7 +310,7 @@ def test_families_of_kernels(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
 def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
-    """With the record of a GPU that takes 3 of 4 us a call, and an implementation that refuses."""
+    """With the trace of a GPU busy for 3 of 4 us a call, and an implementation that refuses."""
     events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
 
     def device_events(run):
@@ -364,8 +336,8 @@ def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, un
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["prefill", "training"])
-def test_an_implementation_is_checked_against_the_reference(monkeypatch, name):
-    """XLA's form stands for a kernel, and is off by bfloat16's rounding alone."""
+def test_implementation_is_checked_against_the_reference(monkeypatch, name):
+    """XLA's implementation stands for a kernel, and differs only by bfloat16 rounding."""
     if name == "prefill":
         monkeypatch.setattr(kernels_training, "HEADS", 2)
         monkeypatch.setattr(kernels_training, "KV_HEADS", 1)
@@ -407,51 +379,6 @@ def test_pictures_of_published_records_are_drawn(tmp_path):
         kernels.main(kernels.Config(picture=tmp_path, out=tmp_path))
 
 
-# -- the model of the TPU kernels ------------------------------------------------------------------
-
-
-def test_share_of_bandwidth_follows_from_bytes_bundles_and_latency():
-    parts = {
-        "buffers": 5,
-        "row_bundles": 100,
-        "block_bundles": 380,
-        "starting_bundles": 80,
-        "copies_a_block": 16,
-        "bytes_a_copy": 4096,
-        "bytes_a_block": 65536,
-        "slots_a_block": 128,
-        "blocks_a_row": 2,
-    }
-    # Two cores share 2 TB/s: 65.536 ns of bytes, and 430 bundles at 1 GHz.
-    chip = tpu_schedule.Chip("kind", "topology", 2, 1e9)
-    said = tpu_schedule.decode_share(parts, 256, chip, 2e12)
-    assert said == {
-        "copy_cycles": 66,
-        "cycles": 430,
-        "share_at_0_us": round(65.536 / 430, 3),
-        "share_at_0.5_us": round(65.536 / 430, 3),
-        "share_at_1_us": round(65.536 / 430, 3),
-    }
-    # With two buffers a copy does not start before the block in its buffer has been computed.
-    two = tpu_schedule.decode_share(parts | {"buffers": 2}, 256, chip, 2e12)
-    assert two["share_at_0.5_us"] == round(65.536 / ((65.536 + 430 + 500) / 2), 3)
-    assert two["share_at_1_us"] == round(65.536 / ((65.536 + 430 + 1000) / 2), 3)
-    # Half a last block is copied by half and computed as a whole.
-    short = tpu_schedule.decode_share(parts, 192, chip, 2e12)
-    assert (short["copy_cycles"], short["cycles"]) == (49, 430)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_bundles_of_a_program_are_found():
-    """XLA fetches each of 256 rows with the other that shares its words, by a copy of its own."""
-    found = tpu_schedule.compiled(tpu_schedule.CHIPS["v5e"], "fetch", "xla", (256, 1 << 20, 1))
-    loops = [one for whole in found.values() for one in whole.nested]
-    rows = sum(one.copies.count(("hbm_to_vmem", 512)) * (one.rounds or 1) for one in loops)
-    assert rows == 256
-    assert 256 < sum(whole.total() for whole in found.values()) < 256 * 50
-
-
 # -- beside vLLM -----------------------------------------------------------------------------------
 
 
@@ -491,7 +418,7 @@ def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
     assert len(json.loads((tmp_path / "peer.json").read_text())["rows"]) == 7
 
 
-def test_endless_copy_of_a_model_has_no_end_tokens(tmp_path):
+def test_endless_model_copy_has_no_end_tokens(tmp_path):
     source, copy = tmp_path / "model", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()
@@ -506,22 +433,3 @@ def test_endless_copy_of_a_model_has_no_end_tokens(tmp_path):
     assert json.loads((copy / "generation_config.json").read_text()) == dict(eos_token_id=None)
     assert json.loads((copy / "tokenizer_config.json").read_text())["eos_token"] == "<rare>"
     assert (copy / "model.safetensors").read_bytes() == b"weights"
-
-
-@pytest.mark.nightly
-def test_one_system_is_timed_where_the_other_is_missing(tmp_path):
-    config = peer_config(
-        tmp_path,
-        parts=("plain",),
-        chats=(2,),
-        prompts=((2, 600),),
-        backends=("FLASH_ATTN",),
-        runs=1,
-    )
-    vllm_peer.main(config)
-    rows = json.loads(config.out.read_text())["rows"]
-    assert [("median" in row, row["system"].split(",")[0]) for row in rows] == [
-        (True, "dms_jax"),
-        (False, "vLLM"),
-    ] * 2
-    assert "vllm" in rows[1]["error"] or "torch" in rows[1]["error"]

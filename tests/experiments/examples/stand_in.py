@@ -1,4 +1,4 @@
-"""The part of tunix's interface that rollouts meet, where tunix is not installed."""
+"""The part of tunix's interface that rollouts use, for machines without tunix."""
 
 import abc
 import dataclasses
@@ -54,7 +54,7 @@ class BaseRollout(abc.ABC):
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """Returns what stands for tunix among the modules that are imported."""
+    """Returns the stand-in modules for tunix."""
     parts = NAME.split(".")
     names = [".".join(parts[: count + 1]) for count in range(len(parts))]
     return {name: types.ModuleType(name) for name in names[:-1]} | {NAME: sys.modules[__name__]}

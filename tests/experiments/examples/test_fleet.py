@@ -1,4 +1,4 @@
-"""Replicas behind Ray Serve: routing of conversations, and what clients see when a replica ends."""
+"""Replicas behind Ray Serve: routing of conversations, and behaviour when a replica ends."""
 
 import asyncio
 import dataclasses
@@ -76,7 +76,7 @@ def test_requests_without_a_prompt_have_no_key(fleet, body):
 
 
 class Replicas:
-    """A handle of replicas, of which each try meets one: the parts of its answer, errors too."""
+    """A handle of replicas; each try gets the next one's answer in parts, or its error."""
 
     def __init__(self, *tries):
         self.tries, self.sessions, self.cancelled = list(tries), [], 0
@@ -116,7 +116,7 @@ EVENT = b'data: {"text": "Once"}\n\n'
 
 
 def ask(fleet, replicas, path="/v1/completions", headers=None, **fields):
-    """Returns the status, the headers and the body of what the router answers."""
+    """Returns the status, the headers and the body of the router's answer."""
     sent = {"type": "http.request", "body": json.dumps(fields).encode() if fields else b""}
     scope = {
         "type": "http",

@@ -1,4 +1,4 @@
-"""Rollouts for tunix: the trainer's log-probabilities, weights in place, what is refused."""
+"""Rollouts for tunix: the trainer's log-probabilities, weights in place, refusals."""
 
 import dataclasses
 import importlib
@@ -34,7 +34,7 @@ def float64():
 
 @pytest.fixture(scope="module")
 def example():
-    """The module of the example, over tunix's interface or what stands for it."""
+    """The module of the example, over tunix or its stand-in."""
     name = "experiments.examples.tunix_rollout"
     with mock.patch.dict(sys.modules, stand_in.modules()):
         sys.modules.pop(name, None)
@@ -65,7 +65,7 @@ MESH = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("fsdp",))
 
 
 def make(example, config=CONFIG, actor=None, mesh=MESH):
-    """Returns a rollout of the tiny model, or of what an actor shares with it."""
+    """Returns a rollout of the tiny model, or of a model that shares weights with an actor."""
     model = tiny_model()
     actor = actor or example.Actor(model, POLICY)
     return example.DmsJaxRollout(
@@ -128,7 +128,7 @@ def test_logprobs_equal_a_whole_pass_under_the_same_evictions(output):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_trainer_logprobs_from_padded_tokens_match(rollout, output, temperature):
-    """Also of an answer that has the token of padding in its middle."""
+    """Also of an answer with a padding token inside."""
     assert any(PAD in tokens[:-1] for tokens in output.tokens)
     with mock.patch.object(rollout, "_temperature", temperature):
         found = rollout.get_per_token_logps(
@@ -180,7 +180,7 @@ def test_update_in_place_compiles_nothing(example):
     rollout.generate(PROMPTS, CONFIG)
     module = rollout.model()
     trained = example.Actor(new, POLICY)
-    # As the trainer has them: on its mesh, and perhaps in another precision.
+    # Weights as in the trainer: on its mesh, and perhaps in another precision.
     state = jax.device_put(
         jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(trained, nnx.Param)),
         jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec()),
@@ -203,14 +203,14 @@ def test_mesh_gives_the_same_answers(example, output):
     assert [each.tolist() for each in answers.tokens] == [each.tolist() for each in output.tokens]
     assert_close(answers.logprobs, output.logprobs)
     update = nnx.state(example.Actor(new, POLICY), nnx.Param)
-    rollout.generate(PROMPTS, CONFIG)  # with what programs on a mesh leave behind
+    rollout.generate(PROMPTS, CONFIG)  # with placements left by programs on a mesh
     rollout.update_params(update)
     answers = rollout.generate(PROMPTS, CONFIG)
     assert_close(answers.logprobs, scores(new, answers))
 
 
 def test_rollout_never_shares_arrays_with_the_trainer(example):
-    """Tunix takes weights that are one object for shared, and would never send it an update."""
+    """Tunix treats identical arrays as shared, and would never send an update."""
     actor = example.Actor(tiny_model(), POLICY)
     rollout = make(example, actor=actor)
     for _ in range(2):

@@ -1,16 +1,14 @@
-"""The campaign in its smallest setting: pieces, resuming, and the record that claims read."""
+"""The campaign in its smallest setting: pieces, resuming, and the record for the claims."""
 
 import dataclasses
 import json
-import signal
-import time
 
 import pytest
 
 import dms_jax
 from dms_jax.generation import Engine
 from dms_jax.policies import KVpop
-from experiments.reproduction import campaign, claims, pieces, records
+from experiments.reproduction import campaign, claims, records
 
 PROBLEMS = [
     {"question": f"What is {n} and {n + 1}?", "answer": f"It is {n}. #### {2 * n + 1}"}
@@ -62,7 +60,7 @@ def served(monkeypatch):
 
 
 def recorded(config, monkeypatch):
-    """The record, as claims read it."""
+    """The record in the form of the claims."""
     path = config.out / "record.json"
     assert call(config, "record") == 0
     records.record.cache_clear()
@@ -119,7 +117,7 @@ def test_eight_worked_examples_come_before_a_problem(config):
 
 
 def test_answers_of_data_files_become_text(config):
-    """As numbers, and within solutions; what has no answer is left out."""
+    """Answers as numbers, and within solutions; problems without an answer are left out."""
     rows = [
         {"question": "1 + 1?", "answer": 2.0},
         {"problem": "Half?", "solution": r"First \boxed{3}, then \boxed{\frac{1}{2}}."},
@@ -137,7 +135,7 @@ def test_answers_of_data_files_become_text(config):
     assert task.score(problem, r"It is $\boxed{\frac{1}{2}}$.") == 1
 
 
-def test_pieces_that_cannot_run_say_why(config, capsys):
+def test_impossible_pieces_say_why(config, capsys):
     assert call(config, "ask-math500-plain") == 1
     assert "left out: there is no " in capsys.readouterr().out
     assert call(config, "ask-gsm8k-dms-3.3-0") == 0
@@ -153,77 +151,6 @@ def test_pieces_that_cannot_run_say_why(config, capsys):
     ):
         with pytest.raises(dms_jax.ConfigError, match=said):
             campaign.main(dataclasses.replace(config, **changes))
-    with pytest.raises(dms_jax.ConfigError, match="--lanes must be positive"):
-        dataclasses.replace(config, lanes=0)
-
-
-def test_pieces_follow_the_order_of_the_patterns(config):
-    plan = list(campaign.pieces(campaign.Campaign(config)))
-    wanted = pieces.chosen(plan, ("ask-arc-plain", "lessons-*", "ask-arc-*", "lessons-math"))
-    assert [piece.name for piece in wanted] == [
-        *("ask-arc-plain", "lessons-gsm8k", "lessons-math"),
-        *(f"ask-arc-{name}-0" for name in ("dms-3.3", "control", "dms-8", "kvpop", "all-3.3")),
-    ]
-
-
-@pytest.fixture
-def made_up(monkeypatch):
-    """Makes a plan of pieces, by what they do."""
-
-    def plan(**work):
-        monkeypatch.setattr(
-            campaign, "pieces", lambda _: [pieces.Piece(n, (), w) for n, w in work.items()]
-        )
-
-    return plan
-
-
-def stop():
-    raise KeyboardInterrupt
-
-
-def never_ends():
-    while True:
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-def test_piece_interrupted_when_the_time_is_over(config, made_up, capsys, handler):
-    """Also in a process that a shell started in the background."""
-    made_up(quick=lambda: {"is": "done"}, endless=never_ends, behind=dict)
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        assert call(config, "*", minutes=0.01) == 0
-        assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "endless: the time is over; the same command goes on." in capsys.readouterr().out
-    assert [path.stem for path in (config.out / "done").iterdir()] == ["quick"]
-
-
-def test_error_ends_its_piece_and_ctrl_c_the_call(config, made_up, capsys):
-    made_up(broken=lambda: {}["key"], sound=lambda: {"is": "done"}, stopped=stop, behind=dict)
-    with pytest.raises(KeyboardInterrupt):
-        call(config, "*")
-    said = capsys.readouterr()
-    assert "broken: failed" in said.out
-    assert "KeyError: 'key'" in said.err
-    assert [path.stem for path in (config.out / "done").iterdir()] == ["sound"]
-    assert [call(config, name) for name in ("broken", "sound")] == [1, 0]
-
-
-def test_training_needs_only_the_lessons(config):
-    """Neither the model nor the answers that they were chosen from."""
-    own = campaign.Campaign(dataclasses.replace(config, model="nowhere"))
-    folder = config.out / "lessons" / "math"
-    folder.mkdir(parents=True)
-    rows = [{"question": 0, "answer": 0, "prompt": [1, 2], "response": [3]}] * 2
-    (folder / "lessons.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert own.documents() == []  # not done yet
-    own.results.folder.mkdir()
-    own.results.path("lessons-math").write_text("{}")
-    told = [(each.prompt.tolist(), each.response.tolist()) for each in own.documents()]
-    assert told == [([1, 2], [3])] * 2
 
 
 def test_names_are_unique_and_needs_come_first(config):
@@ -237,8 +164,8 @@ def test_names_are_unique_and_needs_come_first(config):
     assert sum(name.startswith("train-") for name in names) == 3 * 3 + 2
 
 
-def test_rivals_have_the_measured_peak_of_the_retrofit(config):
-    """With what they grow by, at its peak; by the papers' rule a share of the longest answer."""
+def test_rivals_get_the_measured_peak_of_the_retrofit(config):
+    """At its peak, just before a cut; by the papers' rule, a share of the longest answer."""
     own = campaign.Campaign(config)
     own.results.folder.mkdir(parents=True)
     for name, peak in (("dms-3.3-0", 400.4), ("plain", 1500.0)):
@@ -264,8 +191,8 @@ def test_rivals_have_the_measured_peak_of_the_retrofit(config):
 
 
 @pytest.mark.nightly
-def test_lessons_training_and_answers(config, served, monkeypatch):
-    """With real programs: a training that is stopped goes on, and an adapter is asked."""
+def test_training_resumes_and_adapter_answers(config, served, monkeypatch):
+    """With real programs: a stopped training resumes, and the adapter answers."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step
     assert not (config.out / "done" / "train-dms-3.3-0.json").exists()

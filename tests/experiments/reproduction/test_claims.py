@@ -1,4 +1,4 @@
-"""The pages about evidence say what the records say, and verdicts follow their rule."""
+"""The numbers of evidence pages follow from the records, and verdicts from their rule."""
 
 import functools
 import json
@@ -10,12 +10,12 @@ import pytest
 from dms_jax.errors import DataError
 from experiments.reproduction import claims, pictures, records
 
-computed = functools.cache(claims.computed)  # some figures stand on several pages
+computed = functools.cache(claims.computed)  # some figures are on several pages
 
 
 @pytest.mark.parametrize("name", claims.PAGES)
-def test_every_number_of_a_page_follows_from_a_record(name):
-    """`python -m experiments.reproduction.claims --write` mends them."""
+def test_page_numbers_follow_from_records(name):
+    """`python -m experiments.reproduction.claims --write` corrects them."""
     text = (claims.ROOT / name).read_text(encoding="utf-8")
     assert claims.formulas(text) > 0
     wrong = [
@@ -28,10 +28,10 @@ def test_every_number_of_a_page_follows_from_a_record(name):
 
 @pytest.mark.parametrize("name", [x for x in claims.PAGES if "README" in x or "CLAIMS" in x])
 def test_no_error_bar_without_its_formula(name):
-    """But for the first look at SmolLM2's adapter, whose table has its own commands."""
+    """Except the first look at SmolLM2's adapter, whose table has its own commands."""
     text = claims.TAGGED.sub("", (claims.ROOT / name).read_text(encoding="utf-8"))
     if "smollm2" in name:
-        text = text.partition("On an H200, afterwards")[2].partition("## Again")[0]
+        text = text.partition("On an H200, afterwards")[2].partition("## Commands")[0]
     assert not re.findall(r".*\d ± .*", text)
     assert not re.findall(r".*\*\*(?:holds|does not hold).*", text)
 
@@ -101,7 +101,7 @@ def test_figures_by_hand():
     assert computed("lost m small:* plain gsm8k") == f"8.3 ± {error:.1f}"
     assert computed("trainings m pair gsm8k") == "2"
     assert computed("times m pair plain gsm8k") == "3.1"  # 100 / 32.5
-    # Of means of seeds alone nothing is paired, and one seed has no error.
+    # Means over seeds cannot be paired, and one seed has no error.
     assert computed("gap m one two speed") == "+20.0 ± unknown"
     assert computed("gap m one one speed") == f"+0.0 ± {np.hypot(10, 10):.1f}"
     assert computed("score m nine ruler-4k/vt") == "37.5"
@@ -119,7 +119,7 @@ def test_votes_by_hand():
     ]
     greedy, one, four = whole.points
     assert greedy.scores["vote"].tolist() == [[1, 1, 1, 0]]
-    assert greedy.reads.tolist() == [[10, 10, 10, 10]]  # of which the mean alone was kept
+    assert greedy.reads.tolist() == [[10, 10, 10, 10]]  # only their mean was recorded
     assert one.scores["vote"].tolist() == [[1, 0.5, 0.25, 0]]
     assert four.reads.tolist() == [[40, 48, 32, 40]]
     assert claims.computed("votes m small 1") == "24.3"  # z is 35 of 36 groups
@@ -138,13 +138,13 @@ def test_votes_by_hand():
     assert claims.computed("votes m plain 4@1") == claims.computed("votes m plain 4@0.7")
     # The small cache's best, 50%, is below one greedy plain chain, 75%, wherever both have budgets.
     assert claims.computed("gain m small plain reads").startswith("-25.0 ± ")
-    # A single training of the other system stands for each of several.
+    # A single training of the other system is compared with each of several.
     twice = records.points("m", ("plain", "twice:*"))
     assert {point.reads.shape for point in twice.points} == {(2, 4)}
     assert twice.average_gain("twice:*", "plain").value == pytest.approx(-0.25)
     with pytest.raises(DataError, match="of math500"):
         claims.computed("score m small math500")
-    # Among sampled points alone it seems as good: 43.6 against 43.8 from 10 to 18 reads.
+    # Among sampled points alone it seems equal: 43.6 against 43.8 from 10 to 18 reads.
     assert claims.computed("sampled m small plain reads").startswith("-0.2 ± ")
 
 
@@ -179,7 +179,7 @@ def test_page_recomputed_and_stray_formula_refused(monkeypatch):
         claims.formulas("words<!--= a -->")
 
 
-def test_value_of_another_report(monkeypatch, tmp_path):
+def test_values_from_other_reports(monkeypatch, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"rows": [{"x": 3}, {"x": 1.5}]}))
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     assert claims.computed("json a.json rows 0 x .1f") == "3.0"
@@ -187,7 +187,7 @@ def test_value_of_another_report(monkeypatch, tmp_path):
     assert claims.computed("json 4800 / a.json rows 1 x ,.0f") == "3,200"
 
 
-def test_page_that_differs_is_reported_and_corrected(monkeypatch, tmp_path, capsys):
+def test_different_page_is_reported_and_corrected(monkeypatch, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("solves 1.0<!--= score m plain gsm8k -->%, **shown**<!--= a -->\n")
     monkeypatch.setattr(claims, "ROOT", tmp_path)

@@ -1,4 +1,4 @@
-"""What single heads keep, on cases made by hand."""
+"""Tokens kept by single heads, on cases by hand."""
 
 import chex
 import numpy as np
@@ -23,8 +23,8 @@ def held_of(gone) -> Retention:
     )
 
 
-def test_window_does_not_count(tmp_path):
-    """Of six tokens four are before the window; what goes after the last query is still held."""
+def test_tokens_in_window_do_not_count(tmp_path):
+    """Four of six tokens are before the window; one evicted after the last query still counts."""
     held = held_of([[[[2, N, 5, N, N, N], [2, 3, 4, 5, N, N], [6, N, N, N, N, N]]]])
     chex.assert_trees_all_close(heads.kept(held), np.array([[0.5, 0.0, 1.0]]))
     figures = heads.figures_of(held)

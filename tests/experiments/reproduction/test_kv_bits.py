@@ -1,4 +1,4 @@
-"""A cache in few bits, beside what decode steps say."""
+"""A quantized cache in chunks, against decode steps."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from experiments.reproduction import kv_bits
 @pytest.mark.nightly
 def test_chunks_agree_with_decode_steps(tmp_path, monkeypatch):
     """`score` feeds the same tokens one by one through the engine."""
-    for name, form in kv_bits.FORMS.items():  # which the script leaves behind
+    for name, form in kv_bits.FORMS.items():  # left by the script
         monkeypatch.setitem(KV_DTYPES, name, form)
     config = kv_bits.Config(chunk=16, out=tmp_path, sequences=2, length=40)
     data = kv_bits.main(config)

@@ -1,4 +1,4 @@
-"""What two sides keep, compared; kvpress itself is run by hand, as the script says."""
+"""The comparison of kept tokens; kvpress itself runs by hand, as the script says."""
 
 import pathlib
 import sys
@@ -19,7 +19,7 @@ KEPT = SCORES > 4.5
     ("swapped", "same", "rows", "furthest"),
     [
         ((), 1, 1, 0),
-        ((3, 4), 0.75, 0, 3 / 4),  # 4 is kept instead of 7: the first is the edge itself
+        ((3, 4), 0.75, 0, 3 / 4),  # 4 is kept instead of 7; the score of 4 is the threshold
     ],
 )
 def test_agreement_measures_from_the_highest_dropped_score(swapped, same, rows, furthest):
@@ -29,7 +29,7 @@ def test_agreement_measures_from_the_highest_dropped_score(swapped, same, rows, 
     assert found == {"same": same, "rows": rows, "furthest": pytest.approx(furthest)}
 
 
-def test_competing_heads_share_one_edge():
+def test_competing_heads_share_one_threshold():
     scores = np.concatenate([SCORES, SCORES / 100], axis=2)
     kept = np.concatenate([SCORES > 0, SCORES < 0], axis=2)
     mine = kept.copy()
@@ -41,7 +41,7 @@ def test_competing_heads_share_one_edge():
     }
 
 
-def test_our_rules_on_their_scores():
+def test_our_rules_applied_to_kvpress_scores():
     """H2O keeps the larger half by recency; norms equal in 12 bits tie, and the latest stays."""
     norms = -np.array([1 + 2**-14, 1.0, 1 + 2**-11, 1 - 2**-10])[None, None, None]
     for rule, scores, budget, want in (
@@ -69,7 +69,7 @@ def test_kept_keys_and_answers_are_read():
 
 
 @pytest.mark.nightly
-def test_our_side_records_scores_and_mask_of_the_cut(monkeypatch):
+def test_our_side_records_scores_and_mask(monkeypatch):
     policies = {
         "Knorm": lambda kept, _: Knorm(budget=kept, interval=None),
         "AdaKV": lambda kept, _: AdaKV(SnapKV(budget=kept, window=4, interval=None)),

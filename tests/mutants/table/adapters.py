@@ -1,4 +1,4 @@
-"""Mistakes with several adapters in one batch, and where weights are replaced."""
+"""Mistakes with several adapters in one batch, and when weights are replaced."""
 
 from tests.mutants.mutant import Mutant
 
@@ -51,13 +51,6 @@ MUTANTS = [
         "narrow = jnp.where(scales > 0, narrow * scales.astype(x.dtype), 0)",
         "narrow = narrow * scales.max()",
         (ALONE,),
-    ),
-    Mutant(
-        "adapters: new weights have other programs",
-        "dms_jax/model/language_model.py",
-        "    if old.committed:\n",
-        "    if True:\n",
-        (f"{LAW}::test_replaced_weights_answer_as_a_new_engine",),
     ),
     Mutant(
         "adapters: a base is served from which the policy would evict",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/cache/"
 PAGES = "tests/cache/test_pages.py"
-HOST = "tests/cache/test_host_values.py::test_programs_read_what_earlier_ones_wrote"
+HOST = "tests/cache/test_host_values.py::test_programs_read_values_of_earlier_programs"
 
 MUTANTS = [
     Mutant(
@@ -41,21 +41,21 @@ MUTANTS = [
         FOLDER + "pool.py",
         "needed = -(-lengths.max(initial=0) // block)",
         "needed = lengths.max(initial=0) // block",
-        ("tests/cache/test_pool.py::test_kept_slots_close_ranks_in_their_order",),
+        ("tests/cache/test_pool.py::test_compaction_keeps_order",),
     ),
     Mutant(
         "cache: of equal scores one too few is among the largest",
         "dms_jax/ranking.py",
         "jnp.cumsum(equal, -1, dtype=jnp.int32) <= left",
         "jnp.cumsum(equal, -1, dtype=jnp.int32) < left",
-        ("tests/test_ranking.py::test_marks_are_those_of_a_sort",),
+        ("tests/test_ranking.py::test_marks_equal_those_of_a_sort",),
     ),
     Mutant(
         "cache: what is not marked comes behind one slot too few",
         "dms_jax/ranking.py",
         "others = marked[..., -1:] + jnp.cumsum(~marks, -1, dtype=jnp.int32)",
         "others = marked[..., -2:-1] + jnp.cumsum(~marks, -1, dtype=jnp.int32)",
-        ("tests/test_ranking.py::test_what_is_marked_comes_first_and_both_keep_their_order",),
+        ("tests/test_ranking.py::test_partition_is_stable",),
     ),
     Mutant(
         "cache: heads fetch as many values as another sequence's",
@@ -127,7 +127,7 @@ MUTANTS = [
         FOLDER + "accounting.py",
         "peak_cache_bytes=max(self.peak_bytes, cache_bytes),",
         "peak_cache_bytes=self.peak_bytes,",
-        ("tests/cache/test_accounting.py::test_the_peak_is_at_least_what_is_held_at_the_end",),
+        ("tests/cache/test_accounting.py::test_peak_is_at_least_the_final_bytes",),
     ),
     Mutant(
         "cache: of two values for one slot the older is read",

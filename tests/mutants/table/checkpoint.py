@@ -123,7 +123,7 @@ MUTANTS = [
         FOLDER + "added_tokens.py",
         '    if given is None:\n        name = "added_tokens.json"',
         '    if False:\n        name = "added_tokens.json"',
-        ("tests/checkpoint/test_layouts.py::test_layouts_of_well_known_models",),
+        ("tests/checkpoint/test_layouts.py::test_well_known_layouts",),
     ),
     Mutant(
         "tokens: a context ends in the token that ends a text",

@@ -58,7 +58,7 @@ MUTANTS = [
         FOLDER + "questions.py",
         "for index in range(start, start + (count",
         "for index in range(start + 1, start + 1 + (count",
-        (f"{EVALUATING}::test_several_tasks_skip_no_problem",),
+        (f"{EVALUATING}::test_several_tasks_alternate_without_skipping",),
     ),
     Mutant(
         "evaluation: a given answer begins behind its first token",
@@ -215,7 +215,7 @@ MUTANTS = [
         FOLDER + "tasks/ruler/needles.py",
         "if len(answers) == 1:",
         "if len(answers) == 0:",
-        (f"{RULER}::test_texts_equal_rulers",),
+        (f"{RULER}::test_texts_equal_golden_files",),
     ),
     Mutant(
         "RULER: the answer is not counted into the length",
@@ -250,14 +250,14 @@ MUTANTS = [
         FOLDER + "questions.py",
         "return Answer.of(self._forms[problem], text).text",
         "return text",
-        (f"{EVALUATING}::test_thoughts_are_not_judged",),
+        (f"{EVALUATING}::test_reasoning_is_not_judged",),
     ),
     Mutant(
         "evaluation: answers are read without the markers of channels",
         FOLDER + "questions.py",
         "return model if self.chat is None else with_shown_markers(model)",
         "return model",
-        (f"{EVALUATING}::test_thoughts_are_not_judged",),
+        (f"{EVALUATING}::test_reasoning_is_not_judged",),
     ),
     Mutant(
         "chat: thoughts stay in the cache for the next turn",
@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(
         "evaluation: a figure that is unknown is NaN in JSON",
         "dms_jax/json_text.py",
-        "json.dumps(_known(data), indent=indent, default=default, allow_nan=False)",
+        "json.dumps(_finite_or_none(data), indent=indent, default=default, allow_nan=False)",
         "json.dumps(data, indent=indent, default=default)",
         ("tests/test_json_text.py",),
     ),

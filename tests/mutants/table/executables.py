@@ -1,4 +1,4 @@
-"""Mistakes in what is kept of compiled programs, and in what finds it again."""
+"""Mistakes in stored executables and their keys."""
 
 from tests.mutants.mutant import Mutant
 
@@ -13,7 +13,7 @@ MUTANTS = [
         FILE,
         "return found.st_uid == os.geteuid() and not found.st_mode & 0o022",
         "return found.st_uid == os.geteuid()",
-        (f"{TESTS}::test_files_that_others_may_write_are_not_read[writable by a group]",),
+        (f"{TESTS}::test_world_writable_files_are_not_read[writable by a group]",),
     ),
     Mutant(
         "executables: files of other users are read",
@@ -27,21 +27,21 @@ MUTANTS = [
         FILE,
         'os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)',
         "os.O_RDONLY",
-        (f"{TESTS}::test_files_that_others_may_write_are_not_read[a link]",),
+        (f"{TESTS}::test_world_writable_files_are_not_read[a link]",),
     ),
     Mutant(
         "executables: a source that was changed is a witness",
         FILE,
         "if max(found.st_mtime, found.st_ctime) > _BEGUN:",
         "if False:",
-        (f"{TESTS}::test_nothing_is_kept_once_the_source_has_changed",),
+        (f"{TESTS}::test_programs_of_changed_source_are_not_stored",),
     ),
     Mutant(
         "executables: classes of any package stand for what they are",
         FILE,
         'if x.__module__.partition(".")[0] not in _PACKAGES or "<" in x.__qualname__:',
         "if False:",
-        (f"{TESTS}::test_programs_whose_source_is_unknown_are_not_kept",),
+        (f"{TESTS}::test_programs_of_unknown_source_are_not_stored",),
     ),
     Mutant(
         "executables: no key has jax's settings",
@@ -62,21 +62,21 @@ MUTANTS = [
         PROGRAMS,
         "            if anew:\n",
         "            if True:\n",
-        (f"{TESTS}::test_what_jax_read_from_its_cache_is_not_kept",),
+        (f"{TESTS}::test_programs_from_jax_cache_are_not_stored",),
     ),
     Mutant(
         "executables: jax goes on without its cache",
         "dms_jax/compilation.py",
         "            if not _without:\n                _enable_jax_cache(before)",
         "            del before",
-        (f"{TESTS}::test_jax_keeps_no_second_copy_and_goes_on_keeping",),
+        (f"{TESTS}::test_jax_cache_skips_only_our_programs",),
     ),
     Mutant(
         "executables: the newest are deleted",
         FILE,
         "for _, size, file in files:\n        if total",
         "for _, size, file in files[::-1]:\n        if total",
-        (f"{TESTS}::test_the_oldest_are_deleted",),
+        (f"{TESTS}::test_oldest_files_are_deleted",),
     ),
     Mutant(
         "memory: two processes never find equally many pages",

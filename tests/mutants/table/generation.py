@@ -1,9 +1,9 @@
 """Mistakes in `dms_jax/generation`.
 
-Not here, because they change nothing: min-p's floor taken before top-k and top-p, which never
-remove the most likely token; and a nucleus that goes on where the mass is reached exactly, which
-the rounding of a softmax decides; and a row's slots bounded by its limit where it holds more, since
-what is reserved is never taken back by asking for less.
+Left out, because they change nothing: min-p's floor before top-k and top-p, which never remove the
+most likely token; a nucleus that continues where the mass is reached exactly, which softmax
+rounding decides; and a row's slots bounded by its limit when it holds more, because asking for less
+never takes back a reservation.
 """
 
 from tests.mutants.mutant import Mutant
@@ -52,7 +52,7 @@ MUTANTS = [
         "dms_jax/ranking.py",
         "reached.sum(-1, keepdims=True, dtype=unsigned)",
         "(reached.sum(-1, keepdims=True, dtype=unsigned) + (shift == 0))",
-        (f"{SAMPLING}::test_filters_keep_what_the_oracle_keeps",),
+        (f"{SAMPLING}::test_filters_equal_the_oracle",),
     ),
     Mutant(
         "generation: min-p is left out where tokens are tried",
@@ -144,7 +144,7 @@ MUTANTS = [
         "self._shortest_next = not self._shortest_next",
         "pass",
         (
-            f"{READING}::test_short_prompt_waits_for_one_program_between_its_own",
+            f"{READING}::test_short_prompt_alternates_with_the_oldest",
             f"{FAIRNESS}::test_short_prompt_overtakes_long_one",
         ),
     ),
@@ -293,7 +293,7 @@ MUTANTS = [
         FOLDER + "text.py",
         "matched = self._shorter_than(matched)",
         "matched = 0",
-        (f"{STOPS}::test_stop_strings_are_found_where_a_search_finds_them",),
+        (f"{STOPS}::test_stop_strings_equal_a_search",),
     ),
     Mutant(
         "generation: each token of a large chunk is decoded with all before it",

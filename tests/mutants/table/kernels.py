@@ -1,8 +1,8 @@
 """Mistakes in `pallas_kernels`: the plans of decode, training, prefill, and the write of a step.
 
-Not here, because they change nothing: Hopper's plan counting starts beyond the last row among those
-that an edge has passed (they are all the number of tiles, which no edge of a program reaches), and
-prefill's visits without asking whether a tile has queries (its last would come before its first).
+Left out, because they change nothing: Hopper's plan counting starts beyond the last row as passed
+by an edge (all equal the number of tiles, which no program edge reaches), and prefill's visits
+without checking whether a tile has queries (its last would precede its first).
 """
 
 from tests.mutants.mutant import Mutant
@@ -25,7 +25,7 @@ WIDE_TRAINING = (
 MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
 WRITE = "pallas_kernels/update/"
 WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
-SERVING = "tests/pallas_kernels/test_serving.py::test_on_a_gpu"
+SERVING = "tests/pallas_kernels/test_serving.py::test_gpu_implementations"
 
 DISPATCH = "tests/pallas_kernels/decode/test_dispatch.py"
 TRAINING_MEMORY = "tests/pallas_kernels/training/test_shared_memory.py"
@@ -44,7 +44,7 @@ MUTANTS = [
         DECODE + "gpu.py",
         '"programs_per_core": max(1, min(wanted, fit))',
         '"programs_per_core": wanted',
-        (f"{SHARED}::test_as_many_programs_share_a_core_as_fit",),
+        (f"{SHARED}::test_programs_per_core_fill_shared_memory",),
     ),
     Mutant(
         "kernels: what sums over threads take is not counted",
@@ -72,7 +72,7 @@ MUTANTS = [
         DECODE + "plan.py",
         "tiles = jnp.maximum(1, (lengths + (tile - 1)) // tile)",
         "tiles = (lengths + (tile - 1)) // tile",
-        (f"{PLAN}::test_programs_share_the_line_evenly",),
+        (f"{PLAN}::test_programs_share_tiles_evenly",),
     ),
     Mutant(
         "kernels: groups of 9 to 15 heads are no whole tiles of the copy engine",
@@ -88,7 +88,7 @@ MUTANTS = [
         "return max(page_size, _LANES // page_size * page_size)",
         (
             "tests/pallas_kernels/decode/test_dispatch.py"
-            "::test_blocks_on_a_tpu_are_whole_lanes_of_scores[48]",
+            "::test_tpu_blocks_are_whole_lanes_of_scores[48]",
         ),
     ),
     Mutant(
@@ -113,21 +113,21 @@ MUTANTS = [
         DECODE + "mosaic_plan.py",
         "real = column + chunk * _CHUNK < rows",
         "real = column + chunk * _CHUNK <= rows",
-        (f"{PLAN}::test_the_kernel_makes_the_same_plan_in_the_interpreter",),
+        (f"{PLAN}::test_kernel_plan_equals_xla_plan_in_the_interpreter",),
     ),
     Mutant(
         "kernels: a far tile holds a distance within the window",
         TRAINING + "gpu_tiles.py",
         "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
         "far_end = ceil_div(jnp.maximum(q0 - window, 0), block)",
-        (f"{TILES}::test_zones_on_a_gpu_hold_their_distances",),
+        (f"{TILES}::test_gpu_zones_match_token_distances",),
     ),
     Mutant(
         "kernels: the diagonal tile of a key block larger than the queries is left out",
         TRAINING + "gpu_tiles.py",
         "end = ceil_div(q0 + rows, block)",
         "end = lax.div(q0 + rows, jnp.int32(block))",
-        (f"{TILES}::test_zones_on_a_gpu_hold_their_distances",),
+        (f"{TILES}::test_gpu_zones_match_token_distances",),
     ),
     Mutant(
         "kernels: a ring of tiles counts keys without their values",
@@ -162,7 +162,7 @@ MUTANTS = [
         TRAINING + "gpu_key_gradient.py",
         "k0 + window + 1, 0",
         "k0 + window + 2, 0",
-        (f"{TILES}::test_zones_of_queries_hold_their_distances",),
+        (f"{TILES}::test_query_zones_match_token_distances",),
     ),
     Mutant(
         "kernels: Ampere's products of 96 take 64 twice",
@@ -191,7 +191,7 @@ MUTANTS = [
         TRAINING + "gpu_tiles.py",
         "return (low[0] <= high[1]) & (low[1] <= high[0])",
         "return (low[0] < high[1]) & (low[1] < high[0])",
-        (f"{TILES}::test_blocks_of_one_document_meet",),
+        (f"{TILES}::test_blocks_of_one_document_are_visited",),
     ),
     Mutant(
         "kernels: a far block on TPU holds a distance of the window",
@@ -199,8 +199,8 @@ MUTANTS = [
         "far = below & (q0 - (k0 + problem.keys - 1) > problem.window)",
         "far = below & (q0 - (k0 + problem.keys - 1) >= problem.window)",
         (
-            f"{TILES}::test_zones_on_a_tpu_hold_their_distances",
-            f"{TILES}::test_zones_on_a_tpu_at_the_border_of_the_window",
+            f"{TILES}::test_tpu_zones_match_token_distances",
+            f"{TILES}::test_tpu_zones_at_the_window_border",
         ),
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS = [
         TRAINING + "tpu_blocks.py",
         "last = meet.shape[1] - 1 - jnp.argmax(meet[:, ::-1], axis=1)",
         "last = jnp.maximum(meet.shape[1] - 2 - jnp.argmax(meet[:, ::-1], axis=1), 0)",
-        (f"{TILES}::test_bounds_on_a_tpu_reach_every_block_of_a_document",),
+        (f"{TILES}::test_tpu_bounds_reach_every_block_of_a_document",),
     ),
     Mutant(
         "kernels: decoding on TPU looks for the table of a row in one of two places",
@@ -229,7 +229,7 @@ MUTANTS = [
         TRAINING + "tpu_blocks.py",
         "wide = max(1, D * dtype.itemsize // 256)",
         "wide = 1",
-        (f"{TILES}::test_blocks_on_a_tpu_stay_within_their_memory",),
+        (f"{TILES}::test_tpu_blocks_stay_within_memory",),
     ),
     Mutant(
         "kernels: an evicted key is hidden one query early",

@@ -1,4 +1,4 @@
-"""Mistakes in what `dms_jax/generation` launches before it has read what it launched before."""
+"""Mistakes in launches that run ahead of collected results, in `dms_jax/generation`."""
 
 from tests.mutants.mutant import Mutant
 

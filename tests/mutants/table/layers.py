@@ -1,4 +1,4 @@
-"""Mistakes in the attention of a layer over the cache, and in the cuts behind it."""
+"""Mistakes in a layer's attention over the cache, and in the cuts after it."""
 
 from tests.laws.rows import layer_law
 from tests.mutants.mutant import Mutant
@@ -107,10 +107,7 @@ MUTANTS = [
         POLICIES + "streaming.py",
         "& (not chunk.static.one_pass)",
         "& True",
-        (
-            "tests/policies/test_observing.py"
-            "::test_a_window_by_ratio_appends_a_later_prompt_and_cuts_it",
-        ),
+        ("tests/policies/test_observing.py::test_ratio_window_appends_and_cuts_later_prompt",),
     ),
     Mutant(
         "layers: StreamingLLM cuts a prompt to its most recent tokens, without the sinks",
@@ -124,7 +121,7 @@ MUTANTS = [
         POLICIES + "streaming.py",
         "return self.compression_ratio is not None and super().shrinks",
         "return self.compression_ratio is not None",
-        ("tests/policies/test_policies.py::test_how_prompts_are_taken",),
+        ("tests/policies/test_policies.py::test_prefill_of_each_policy",),
     ),
     Mutant(
         "layers: KCache never scales the weights of what it fetches",
@@ -159,7 +156,7 @@ MUTANTS = [
         "dms_jax/generation/runner.py",
         "return self.policy.appends and self.model.config.window is None",
         "return self.policy.appends",
-        (f"{WINDOWS}::test_a_cached_prefix_answers_as_a_full_prefill",),
+        (f"{WINDOWS}::test_cached_prefix_equals_full_prefill",),
     ),
     Mutant(
         "layers: experts are weighed by their logits",
@@ -187,7 +184,7 @@ MUTANTS = [
         "dms_jax/model/layers.py",
         "hidden = jnp.where(chosen.any(1)[..., None], weights[..., None] * hidden, 0)",
         "hidden = (weights[..., None] * hidden)",
-        (f"{EXPERTS}::test_an_overflowing_expert_spares_other_tokens",),
+        (f"{EXPERTS}::test_overflow_in_one_expert_spares_other_tokens",),
     ),
     Mutant(
         "layers: a step of a few tokens reads every expert",
@@ -201,7 +198,7 @@ MUTANTS = [
         "dms_jax/model/layers.py",
         '"XNE,XEF->XNF",\n        jnp.broadcast_to(x, (count, *x.shape)),',
         '"NE,XEF->XNF",\n        x,',
-        (f"{EXPERTS}::test_a_step_reads_the_matrices_of_experts_where_they_are",),
+        (f"{EXPERTS}::test_step_reads_expert_matrices_in_place",),
     ),
     Mutant(
         "layers: padding counts in the balance of routers",

@@ -1,6 +1,6 @@
 """Mistakes in `dms_jax/policies`.
 
-Not here, because they change nothing: H2O's mean over the group as a sum (it ranks alike), and
+Left out, because they change nothing: H2O's mean over the group as a sum (it ranks alike), and
 KeyDiff's anchor without the division by the length (it is normalised afterwards).
 """
 
@@ -33,7 +33,7 @@ MUTANTS = [
         FOLDER + "allocation.py",
         "scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)",
         "del own",
-        (f"{ALLOCATION}::test_heads_compete_after_each_had_its_share",),
+        (f"{ALLOCATION}::test_heads_compete_beyond_their_guarantee",),
     ),
     Mutant(
         "policies: PyramidKV with every layer high but the last",
@@ -58,7 +58,7 @@ MUTANTS = [
         FOLDER + "budget.py",
         "return math.ceil(2**31 / compression_ratio)",
         "return math.floor(2**31 / compression_ratio)",
-        (f"{ALLOCATION}::test_a_share_is_rounded_down_and_exact_ones_are_kept",),
+        (f"{ALLOCATION}::test_shares_round_down_and_exact_ones_stay",),
     ),
     Mutant(
         "policies: attention weights without the maximum taken off",
@@ -206,7 +206,7 @@ MUTANTS = [
         "slots=jnp.where(valid & ~gone, slots, NOT_STORED),",
         "slots=jnp.where(valid, slots, NOT_STORED),",
         (
-            "tests/policies/test_delayed_eviction.py::test_slots_lengths_and_sight_are_those_of_the_ring",
+            "tests/policies/test_delayed_eviction.py::test_slots_lengths_and_visibility_equal_the_ring",
         ),
     ),
     Mutant(
@@ -221,21 +221,21 @@ MUTANTS = [
         FOLDER + "periodic_eviction.py",
         "total, heads = jax.lax.psum((total, heads), chunk.static.head_axis)",
         "pass",
-        (f"{ALLOCATION}::test_the_rows_of_a_layer_are_due_together_wherever_they_are",),
+        (f"{ALLOCATION}::test_rows_of_a_layer_are_due_together_on_any_mesh",),
     ),
     Mutant(
         "policies: random selection draws the same at every cut",
         FOLDER + "random_selection.py",
         "when = mix(newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
         "when = mix(0 * newest.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[:, None, None]",
-        (f"{ALLOCATION}::test_random_selection_draws_anew_for_layers_heads_and_cuts",),
+        (f"{ALLOCATION}::test_random_draws_differ_by_layer_head_and_cut",),
     ),
     Mutant(
         "policies: random draws are the same in every layer",
         FOLDER + "draws.py",
         "mix(layer.astype(jnp.uint32) + 1)",
         "mix(0 * layer.astype(jnp.uint32) + 1)",
-        (f"{DELAYED}::test_random_eviction_draws_by_layer_head_and_position_alone",),
+        (f"{DELAYED}::test_random_eviction_draws_by_layer_head_position",),
     ),
     Mutant(
         "policies: Quest's bounds cover slots that are not in use",
@@ -249,7 +249,7 @@ MUTANTS = [
         FOLDER + "quest.py",
         "preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),",
         "preferred_element_type=q.dtype,",
-        (f"{FLOAT32}::test_quest_tells_bounds_apart_that_half_precision_does_not",),
+        (f"{FLOAT32}::test_quest_bounds_are_compared_in_float32",),
     ),
     Mutant(
         "policies: KVpop without what is said as a token leaves the window",

@@ -1,4 +1,4 @@
-"""Mistakes in cached prefixes: what is exact, what is shared, and what is given up."""
+"""Mistakes in the prefix cache: exactness, sharing and dropping."""
 
 from tests.mutants.mutant import Mutant
 
@@ -78,14 +78,14 @@ MUTANTS = [
         "dms_jax/cache/pages.py",
         "        self._rows[0, pages.ravel()] += 1\n",
         "        self._rows[0, pages.ravel()] = 1\n",
-        (f"{PAGES}::test_a_page_is_free_when_its_last_row_and_prefix_are_gone",),
+        (f"{PAGES}::test_page_is_free_without_rows_and_prefixes",),
     ),
     Mutant(
         "prefixes: a page that changed counts as copied to the host",
         "dms_jax/cache/host_pages.py",
         "        self._host_of[pages] = NO_PAGE\n",
         "",
-        (f"{HOST}::test_a_changed_page_of_the_device_is_copied_again",),
+        (f"{HOST}::test_changed_device_page_is_copied_again",),
     ),
     Mutant(
         "prefixes: the host has no bound",

@@ -1,4 +1,4 @@
-"""Mistakes in how prompts are read: which tokens share a program, and in which form."""
+"""Mistakes in prefill: which tokens share a program, and in which form."""
 
 from tests.mutants.mutant import Mutant
 
@@ -15,21 +15,21 @@ MUTANTS = [
         "dms_jax/model/unpadded.py",
         "valid.reshape(*valid.shape, *[1] * (x.ndim - 1)), taken,",
         "True, taken,",
-        (f"{UNPADDED}::test_tokens_stand_one_behind_another_and_come_back",),
+        (f"{UNPADDED}::test_tokens_are_packed_and_unpacked",),
     ),
     Mutant(
         "generation: the last token of a sequence is looked for by its width",
         "dms_jax/model/unpadded.py",
         "last=jnp.clip(ends - 1, 0, places - 1)",
         "last=jnp.clip(starts + width - 1, 0, places - 1)",
-        (f"{UNPADDED}::test_the_tokens_of_a_layer_have_their_logits_with_them",),
+        (f"{UNPADDED}::test_packing_keeps_positions_and_logits",),
     ),
     Mutant(
         "generation: positions of tokens in line are those of the line",
         "dms_jax/model/unpadded.py",
         "positions=positions,",
         "positions=self.place_of.astype(positions.dtype),",
-        (f"{UNPADDED}::test_the_tokens_of_a_layer_have_their_logits_with_them",),
+        (f"{UNPADDED}::test_packing_keeps_positions_and_logits",),
     ),
     Mutant(
         "generation: tokens are computed by sequence where they stand in line",
@@ -43,7 +43,7 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "room -= count",
         "room -= 0",
-        (f"{SHAPES}::test_any_prompts_run_in_few_shapes",),
+        (f"{SHAPES}::test_all_prompts_run_in_few_shapes",),
     ),
     Mutant(
         "generation: prompts have no padding on meshes that split heads alone",
@@ -57,7 +57,7 @@ MUTANTS = [
         "dms_jax/policies/budget.py",
         "        return self.budget_for(tokens)",
         "        return self.budget_for(tokens) + 1",
-        ("tests/laws/test_layers.py::test_kept_whole_tokens_attend_in_one_pass",),
+        ("tests/laws/test_layers.py::test_prompt_within_budget_attends_in_one_pass",),
     ),
     Mutant(
         "generation: what a later turn of a conversation has in one pass begins anew",

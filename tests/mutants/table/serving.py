@@ -1,4 +1,4 @@
-"""Mistakes in `dms_jax/serving`, and in what lets requests come while a call runs."""
+"""Mistakes in `dms_jax/serving`, and in arrivals during a call."""
 
 from tests.mutants.mutant import Mutant
 
@@ -51,7 +51,7 @@ MUTANTS = [
         "dms_jax/generation/sampling.py",
         "if rule.greedy is not None:",
         "if False:",
-        (f"{SAMPLING}::test_lanes_that_differ_draw_as_each_alone",),
+        (f"{SAMPLING}::test_lanes_with_different_rules_draw_as_alone",),
     ),
     Mutant(
         "serving: a lane whose request has ended goes on with its filter",
@@ -72,7 +72,7 @@ MUTANTS = [
         "dms_jax/generation/sampling.py",
         "if each is not before.get(lane)",
         "if True",
-        ("tests/generation/test_cost.py::test_filter_of_request_is_made_once",),
+        ("tests/generation/test_cost.py::test_sampling_filter_is_built_once",),
     ),
     Mutant(
         "serving: new requests wait until those that run have ended",

@@ -1,4 +1,4 @@
-"""Mistakes in the numbers of policies as programs take them."""
+"""Mistakes in the traced numbers of policies."""
 
 from tests.mutants.mutant import Mutant
 
@@ -20,28 +20,28 @@ MUTANTS = [
         BASE,
         "{k: v for k, v in bounds.items() if k not in changes}",
         "bounds",
-        (f"{TESTS}::test_a_bound_follows_its_field",),
+        (f"{TESTS}::test_bounds_follow_their_fields",),
     ),
     Mutant(
         "traced numbers: what stands for a number is its bound",
         BASE,
         "if isinstance(value, int) and value:",
         "if isinstance(value, int):",
-        (f"{TESTS}::test_a_bound_follows_its_field",),
+        (f"{TESTS}::test_bounds_follow_their_fields",),
     ),
     Mutant(
         "traced numbers: each budget has a page table of its own size",
         BASE,
         "return few_sizes(value)",
         "return value",
-        (f"{TESTS}::test_options_that_choose_code_are_static",),
+        (f"{TESTS}::test_options_selecting_code_are_static",),
     ),
     Mutant(
         "traced numbers: static fields come back in the order of their names",
         BASE,
         "policy.__dict__.update(zip(static, fixed, strict=True)",
         "policy.__dict__.update(zip(sorted(static), fixed, strict=True)",
-        (f"{TESTS}::test_a_policy_survives_its_tree",),
+        (f"{TESTS}::test_policy_survives_flattening",),
     ),
     Mutant(
         "traced numbers: those of a policy inside another one are static",
@@ -55,27 +55,27 @@ MUTANTS = [
         BUDGET,
         "np.uint32(_reciprocal(ratio))",
         "np.uint32(2**31 / ratio)",
-        (f"{TESTS}::test_programs_take_the_share_that_the_host_reserves",),
+        (f"{TESTS}::test_programs_and_host_round_shares_equally",),
     ),
     Mutant(
         "traced numbers: Quest has one spare column too few",
         QUEST,
         "spare = score.shape[-1], bound // 3 + 1",
         "spare = score.shape[-1], bound // 3",
-        (f"{TESTS}::test_pages_within_a_bound_are_those_of_a_sort",),
+        (f"{TESTS}::test_pages_within_bound_equal_a_sort",),
     ),
     Mutant(
         "traced numbers: page tables are as wide as each budget needs",
         "dms_jax/model/language_model.py",
         "width = min(few_sizes(pages), most)",
         "width = pages",
-        (f"{TESTS}::test_budgets_that_differ_by_little_have_page_tables_of_one_width",),
+        (f"{TESTS}::test_similar_budgets_share_a_page_table_width",),
     ),
     Mutant(
         "traced numbers: programs of the engine take them from the host",
         "dms_jax/generation/runner.py",
         "self.traced_policy = jax.tree.map(self.everywhere, jax.device_put(policy))",
         "self.traced_policy = policy",
-        ("tests/generation/test_mesh.py::test_answers_do_not_depend_on_the_mesh",),
+        ("tests/generation/test_mesh.py::test_answers_do_not_depend_on_mesh",),
     ),
 ]

@@ -1,6 +1,6 @@
-"""Compile the kernels for GPUs that are not present; print how many each program has, as JSON.
+"""Compile the kernels for absent GPUs; print the number in each program as JSON.
 
-Run by `test_compiles_for_gpus.py` in a process for each kind of GPU, with the compiler for GPUs on
+`test_compiles_for_gpus.py` runs it in one process per kind of GPU, with the compiler for GPUs on
 its path (`make gpu-compiler`). If the compiler refuses a kernel, the process ends.
 """
 
@@ -38,9 +38,9 @@ from tests.pallas_kernels.update.support import operation, write_structs
 from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
-# One case of each form that a card has; the interpreter and the cards hold the others. Kernels of
-# L4 are those of A100: where shared memory is the least, the cases are those that take the most,
-# the gradients of the widest heads among them. Packed documents are in the same kernels on B200.
+# One case of each form on a card; the interpreter and real cards test the others. L4 has the
+# kernels of A100; as its shared memory is the smallest, its cases take the most, including the
+# gradients of the widest heads. On B200 the same kernels run packed documents.
 KERNELS = {
     "a100": (
         *("decode base", "decode head_dim96", "decode group16_head_dim512", "select bfloat16"),
@@ -69,12 +69,12 @@ KERNELS = {
     ),
 }
 EVERYWHERE = ("write base", "write rotated", "select float32", "prefill plain")
-# Shared memory of a program: only a launch would refuse more.
+# Shared memory of a program: more would be refused only at launch.
 SHARED_BYTES = {"a100": 163 * 1024, "l4": 99 * 1024, "h200": 227 * 1024, "b200": 227 * 1024}
 
 
 def call(name: str, case: str) -> tuple:
-    """Returns a call of a kernel, and the shapes that it takes by name."""
+    """Returns a call of a kernel, and its input shapes by name."""
     if name == "decode":
         return with_all_results(), structs(cases.by_name(case))
     if name == "training":
@@ -102,19 +102,19 @@ def call(name: str, case: str) -> tuple:
 
 
 def grouped_gradient(x, matrices, counts):
-    """Returns the products and the gradient of the rows, a kernel each."""
+    """Returns the products and the gradient of the rows, one kernel each."""
     y, backward = jax.vjp(lambda x: grouped_product(x, matrices, counts), x)
     return y, backward(y)
 
 
 def compile_on(kind: str) -> dict[str, int]:
-    """Returns how many kernels the program of each case has on a kind of GPU."""
+    """Returns the number of kernels in each case's program on a kind of GPU."""
     card = gpu_compiler.CARDS[kind]
     mesh = Mesh(np.array(gpu_compiler.devices(kind, 1, a_host=1)), ("x",))
     place = NamedSharding(mesh, PartitionSpec())
     gpu = dispatch.GPU(card.name, card.cores, card.capability)
     counts = {}
-    # Kernels are written for the GPU that is there, and for Hopper where none is.
+    # Kernels are written for the present GPU, or for Hopper if there is none.
     with (
         mock.patch.object(dispatch, "_local_gpu", return_value=gpu),
         mock.patch.object(utils, "_infer_arch", return_value=card.capability),
@@ -133,7 +133,7 @@ def compile_on(kind: str) -> dict[str, int]:
 
 
 def main(kind: str) -> None:
-    """Compiles for a kind of GPU; the compiler keeps to the first that a process asks for."""
+    """Compiles for a kind of GPU; within a process the compiler keeps the first kind."""
     jax.config.update("jax_platforms", "cpu")
     gc.set_threshold(20_000)  # as for tests
     print(json.dumps(compile_on(kind)))

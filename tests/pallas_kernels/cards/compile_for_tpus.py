@@ -1,8 +1,7 @@
-"""Compile a kernel for a TPU that is not present; print one line per case.
+"""Compile a kernel for an absent TPU; print one line per case.
 
-Usage: compile_for_tpus.py KERNEL TOPOLOGY CASE...
-A line says whether the program has the kernel, whether nothing is sorted in it, and whether what it
-writes stays in its place. The case "base+" of decoding is that called base with all results:
+Usage: compile_for_tpus.py KERNEL TOPOLOGY CASE... A line says whether the program has the kernel,
+sorts nothing, and writes in place. The decoding case "base+" is "base" with all results:
 log-sum-exp and scores.
 """
 
@@ -33,10 +32,10 @@ DECODE = [
         decode_cases.DecodeCase(f"page{size}", (0, 1, 40 * size), page_size=size)
         for size in (48, 192)
     ),
-    # Two rows of tables of 4 bytes a page fill scalar memory, but for 16 KiB that are left alone.
+    # Two rows of tables of 4 bytes per page fill scalar memory, except for 16 KiB.
     decode_cases.DecodeCase("widest", (100,) * 2, page_size=16, spare_columns=1007 * 128 - 7),
 ]
-# As many rows as their addresses may be in scalar memory.
+# As many rows as have addresses in scalar memory.
 WRITE = [write_cases.WriteCase("most_rows", tpu._MOST_ROWS)]
 OWN = {case.name: case for case in (*DECODE, *WRITE)}
 

@@ -28,10 +28,10 @@ QUICK = [
 
 @pytest.mark.parametrize(("kind", "case"), nightly_but(QUICK, CASES))
 def test_kernels_lower(kind, case, monkeypatch):
-    """This runs without the compiler for GPUs, too."""
+    """Needs no compiler for GPUs."""
     card = gpu_compiler.CARDS[kind]
     gpu = dispatch.GPU(card.name, card.cores, card.capability)
-    # What jax plans instructions for is the GPU that is there; of one that is not, it is Hopper.
+    # jax plans instructions for the present GPU, or for Hopper without one.
     asked = []
     monkeypatch.setattr(utils, "_infer_arch", lambda: asked.append(gpu) or gpu.capability)
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: gpu)
@@ -45,7 +45,7 @@ def test_kernels_compile_for(kind):
     counts = told_by("tests/pallas_kernels/cards/compile_for_gpus.py", kind)
     assert len(counts) >= 7
     for case, kernels in counts.items():
-        # Attention and the merge of rows that are cut; on Hopper the plan is a kernel too.
+        # Attention and the merge of split rows; on Hopper the plan is also a kernel.
         wanted = {"decode": 3 if kind == "h200" else 2, "write": 1, "select": 1}
         wanted |= {"training": 3, "prefill": 1, "received": 2, "grouped": 2}
         assert kernels == wanted[case.split()[0]], case

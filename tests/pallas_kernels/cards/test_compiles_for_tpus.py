@@ -7,30 +7,51 @@ import pytest
 from tests.pallas_kernels.support import compile_for_tpu, for_each_tpu
 
 SCRIPT = Path(__file__).with_name("compile_for_tpus.py")
-# Decoding with all results takes the most memory; cases that differ in what a block of the kernel
-# is (heads, dtype, table) are compiled without them too.
-# fmt: off
+# Decoding with all results takes the most memory; cases with different blocks (heads, dtype, table)
+# are also compiled without them. fmt: off
 CASES = {
     "decode": (
-        "base+", "group16_head_dim256+", "float32_head_dim256+", "page16+", "large+", "wide+",
-        "widest+", "base", "large",
+        "base+",
+        "group16_head_dim256+",
+        "float32_head_dim256+",
+        "page16+",
+        "large+",
+        "wide+",
+        "widest+",
+        "base",
+        "large",
     ),
     "select": ("pages1024", "slots131072", "bfloat16", "many_of_longer"),
     "write": (
-        "rows8", "rows256", "rows2048", "most_rows", "rotated_rows256", "base", "float32",
+        "rows8",
+        "rows256",
+        "rows2048",
+        "most_rows",
+        "rotated_rows256",
+        "base",
+        "float32",
         "rotated",
     ),
 }
-# They take less memory than those, and differ in the shape alone: one kind of chip will do.
+# They take less memory and differ only in shape, so one kind of chip suffices.
 SHAPES = {
     "decode": (
-        "group16+", "head_dim64+", "head_dim96+", "head_dim256+", "group16_head_dim512+",
-        "float32+", "page48+", "page128+", "page192+", "head_dim64", "float32",
+        "group16+",
+        "head_dim64+",
+        "head_dim96+",
+        "head_dim256+",
+        "group16_head_dim512+",
+        "float32+",
+        "page48+",
+        "page128+",
+        "page192+",
+        "head_dim64",
+        "float32",
     ),
     "write": ("head_dim64", "head_dim96", "head_dim256", "page16", "page128"),
 }
-# fmt: on
-# XLA lays narrower heads out in another way between kernels, and small pools may visit VMEM.
+# fmt: on XLA uses another layout for narrower heads between kernels, and may move small pools to
+# VMEM.
 IN_PLACE = CASES["write"][:5]
 
 

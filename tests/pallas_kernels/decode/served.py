@@ -1,19 +1,19 @@
-"""Which cases each kernel of decode attention serves, written down apart from the kernels.
+"""The cases that each decode attention kernel serves, listed independently of the kernels.
 
-Tests run what this table says, and never ask a kernel: a kernel that began to refuse a case would
-silently no longer be tested with it.
+Tests follow this table and never ask a kernel; otherwise a kernel that wrongly refused a case would
+silently lose its test.
 """
 
 from pallas_kernels.decode.cases import DecodeCase
 
-# Beside pages of the queries' own type, and never: float64, and the shapes of toy models.
+# Besides pages of the queries' dtype; never float64 and the shapes of toy models.
 _NO_KERNEL = {"float64": "float64", "head_dim8": "", "page5": ""}
 _FLOAT32 = "multiplies 16-bit numbers, not float32"
 _REFUSED = {
     "mosaic_gpu": {
-        # With its bfloat16 parts beside it.
+        # With its bfloat16 parts.
         "float32_head_dim256": "bytes of shared memory",
-        # 16 scales are too few for the copy engine, whose misaligned address a card alone reports.
+        # 16 scales are too few for the copy engine; only a card reports the misaligned address.
         "float8_page16": "copies scales for float8 pages of at least 32 tokens",
     },
     "mosaic_mma": {
@@ -28,7 +28,7 @@ _REFUSED = {
 def refusal(
     case: DecodeCase, implementation: str, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
-    """Words of the refusal of a case, or None where it is served.
+    """Words of the refusal of a case, or None if it is served.
 
     Args:
       case: one of `CONTRACT` or `XLA_ONLY`.
@@ -46,5 +46,5 @@ def refusal(
     if case.pages_dtype and implementation == "mosaic_mma" and capability < (8, 9):
         return "float8 needs compute capability 8.9 (Ada)"
     if case.head_dim == 512 and implementation == "mosaic_mma" and capability == (8, 9):
-        return "bytes of shared memory"  # which are the fewest on Ada
+        return "bytes of shared memory"  # fewest on Ada
     return _REFUSED[implementation].get(case.name)

@@ -1,4 +1,4 @@
-"""Which implementation serves: by the platform lowered for, by name, in order, with reasons."""
+"""Selection of the implementation: by lowering platform, by name, in order, with reasons."""
 
 import functools
 from dataclasses import replace
@@ -36,7 +36,7 @@ OPERATION = Operation(
 )
 
 
-def test_the_platform_is_chosen_at_lowering():
+def test_platform_is_chosen_at_lowering():
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     function = jax.jit(lambda x: OPERATION(None, x))
     assert "stablehlo.subtract" in function.trace(x).lower(lowering_platforms=("cpu",)).as_text()
@@ -69,7 +69,7 @@ def test_a_kernel_is_traced_only_for_its_platform():
 
 
 class TestNames(chex.TestCase):
-    """A name forces its implementation."""
+    """An explicit name forces the implementation."""
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_a_name_forces_its_implementation(self):
@@ -144,7 +144,7 @@ FORMS = {
 @pytest.mark.parametrize("card", [T4, A100, L4, H200, B200], ids=lambda card: card.kind)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_kernel_serves_its_listed_cases(card, form, monkeypatch):
-    """And refuses the others in words; what is served is run by the other tests."""
+    """It refuses the others with a reason; other tests run the served ones."""
     monkeypatch.setattr(gpu, "target_gpu", lambda: card)
     for case in (*cases.CONTRACT, *cases.XLA_ONLY):
         with jax.enable_x64(case.dtype == "float64"):
@@ -155,8 +155,8 @@ def test_each_kernel_serves_its_listed_cases(card, form, monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 96, 128, 192, 208, 1024, 2048])
-def test_blocks_on_a_tpu_are_whole_lanes_of_scores(page_size, monkeypatch):
-    """A TPU's compiler refuses to copy others; the interpreter does not mind."""
+def test_tpu_blocks_are_whole_lanes_of_scores(page_size, monkeypatch):
+    """The TPU compiler refuses to copy others; the interpreter accepts them."""
     case = replace(cases.BASE, page_size=page_size, lengths=(1, 9 * page_size))
     q, rows = split_rows(structs(case))
     assert tpu.why_not(q, rows, None) is None
@@ -176,7 +176,7 @@ def test_blocks_on_a_tpu_are_whole_lanes_of_scores(page_size, monkeypatch):
 
 @pytest.mark.parametrize("page_size", [4096 + 16, 16384])
 def test_pages_too_large_for_a_tpu_are_refused(page_size):
-    """Whole lanes of scores are eight of the first, and one of the second."""
+    """Whole lanes of scores take eight pages of the first kind, and one of the second."""
     q, rows = split_rows(structs(replace(cases.BASE, page_size=page_size, lengths=(1,))))
     assert "needs two buffers" in str(tpu.why_not(q, rows, None))
 
@@ -190,8 +190,8 @@ def test_pages_too_large_for_a_tpu_are_refused(page_size):
         (262_144, 128, False),
     ],
 )
-def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, served):
-    """The compiler fails where they are not, and XLA serves them."""
+def test_tpu_rows_and_tables_fit_scalar_memory(rows, columns, served):
+    """Otherwise the compiler fails, and XLA serves them."""
     of = jax.ShapeDtypeStruct
     pages = of((4, 16, 128), jnp.bfloat16)
     table, lengths = of((rows, columns), jnp.int32), of((rows,), jnp.int32)
@@ -199,7 +199,7 @@ def test_rows_and_tables_are_within_the_scalar_memory_of_a_tpu(rows, columns, se
     assert said is None if served else "bytes of scalar memory" in str(said)
 
 
-def test_decode_attention_without_an_accelerator_is_xla():
+def test_decode_without_accelerator_is_xla():
     case = cases.by_name("head_dim64")
     inputs = as_arrays(decode_inputs(case))
     by_default, by_name = (
@@ -211,8 +211,8 @@ def test_decode_attention_without_an_accelerator_is_xla():
 
 
 @pytest.mark.parametrize("rows", [0, -1])
-def test_a_plan_of_another_step_is_refused(rows):
-    """Of several layers, or of fewer rows."""
+def test_plan_of_another_step_is_refused(rows):
+    """A plan of several layers, or of fewer rows."""
     inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
     lengths = inputs["lengths"]
     shape = {"columns": inputs["page_table"].shape[1], "page_size": 64, "head_dim": 64}
@@ -222,7 +222,7 @@ def test_a_plan_of_another_step_is_refused(rows):
 
 
 def test_other_platforms_do_not_disturb_float64():
-    """Tracing for GPUs and TPUs happens here too, with 64-bit numbers switched on."""
+    """Tracing for GPUs and TPUs also happens here, with 64-bit numbers enabled."""
     inputs = decode_inputs(cases.by_name("head_dim64"))
     with jax.enable_x64(True):
         wide = jax.jit(functools.partial(decode_attention, scale=0.1))(**as_arrays(inputs))

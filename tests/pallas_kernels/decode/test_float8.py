@@ -1,4 +1,4 @@
-"""Float8 keys are multiplied as they are: what queries become, and how far scores may be off."""
+"""Float8 keys are multiplied unconverted: the split of queries, and the error bound of scores."""
 
 import functools
 
@@ -22,7 +22,7 @@ SCALE = 0.1
 
 
 def test_float8_keys_are_not_converted():
-    """By queries of three operands, which one kernel of XLA writes."""
+    """Queries have three operands, which one XLA kernel writes."""
     case = cases.by_name("float8")
     function = functools.partial(decode_attention, scale=0.1, implementation="mosaic_gpu")
     text = lower_for_cuda(function, **structs(case))
@@ -38,16 +38,16 @@ def float8_spec(dtype):
 
 
 def sum_of_operands(operands):
-    """What the kernel multiplies keys by, in float64."""
+    """The queries by which the kernel multiplies keys, in float64."""
     return sum(np.asarray(part, np.float64) * 2.0 ** (-3 * i) for i, part in enumerate(operands))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_operands_of_float8_hold_every_query(dtype):
-    """Every number of 16 bits: exact if its last bit is 2^-22 or more, else within 2^-23.
+def test_float8_operands_represent_every_query(dtype):
+    """All 16-bit numbers: exact if the last bit is 2^-22 or more, otherwise within 2^-23.
 
-    Beyond 57344, the largest number of an operand, the others hold what is left: of float16 every
-    number to three digits, and of bfloat16 up to the sum of the largest.
+    Beyond 57344, the largest number of an operand, the other operands hold the remainder: for
+    float16 every number to three digits, for bfloat16 up to the sum of the largest numbers.
     """
     every = jax.lax.bitcast_convert_type(jnp.arange(1 << 16, dtype=jnp.uint16), dtype)
     exact = np.asarray(every, np.float64)
@@ -70,7 +70,7 @@ def test_operands_of_float8_hold_every_query(dtype):
 
 
 def added_as_hopper_does(operand, keys):
-    """Products of [G, D] and [S, D], 32 at a time with the sum so far, by an adder of 13 bits."""
+    """Multiplies [G, D] by [S, D], adding 32 products at a time to the sum with a 13-bit adder."""
     total = np.zeros((operand.shape[0], keys.shape[0]))
     for start in range(0, keys.shape[1], 32):
         part = slice(start, start + 32)
@@ -81,7 +81,7 @@ def added_as_hopper_does(operand, keys):
 
 
 @pytest.mark.parametrize("parts", [3, 1])
-def test_the_bound_holds_for_the_adder_and_not_for_fewer_operands(parts):
+def test_bound_holds_and_needs_all_operands(parts):
     case = cases.by_name("float8")
     inputs = decode_inputs(case)
     bound, (_, _, want) = float8_score_bound(inputs, SCALE), decode_oracle(inputs, SCALE)

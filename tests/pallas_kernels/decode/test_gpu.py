@@ -1,4 +1,4 @@
-"""The GPU kernels on a GPU: every case, the same bits twice, large pools, loops."""
+"""The GPU kernels on a GPU: every case, determinism, large pools, loops."""
 
 import functools
 
@@ -83,7 +83,7 @@ def test_a_pool_of_more_than_two_to_the_31_elements(implementation):
 
 
 def test_a_loop_on_the_device_equals_single_calls():
-    """Lengths grow inside one compiled loop, with the plan made anew each step."""
+    """Lengths grow inside one compiled loop, with a new plan each step."""
     case = cases.DecodeCase("loop", (1, 60, 200, 0, 127), spare_columns=3, poison=False)
     arrays = as_arrays(decode_inputs(case))
     owned = jnp.arange(case.rows * case.columns, dtype=jnp.int32)

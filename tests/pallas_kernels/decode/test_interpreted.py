@@ -1,6 +1,6 @@
-"""Every kernel, interpreted on the CPU, against float64 NumPy, with races looked for.
+"""Every kernel, interpreted on the CPU, against float64 NumPy, with race detection.
 
-Unread slots and pages of no row hold NaN, dead table entries lie outside the pool.
+Unread slots and unowned pages hold NaN; dead table entries point outside the pool.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import interpret
 
 NIGHTLY = pytest.mark.nightly
-# Cases of one process: enough to make up for its start, few enough to share the cores.
+# Cases per process: enough to pay for its start, few enough to share the cores.
 TOGETHER = 13
 # One case of each feature.
 MMA = [
@@ -24,14 +24,14 @@ MMA = [
     "one_long_row",
 ]
 
-# Of each form what its gate runs, in one process: scales of pages, and more tables than are kept.
+# The gate's cases of each form, in one process: scales of pages, and more tables than are cached.
 QUICK = {
     "mosaic_gpu": ["base", "float8_one_long_row"],
     "mosaic_mma": ["base"],
     "mosaic_tpu": ["base", "many_short_rows"],
 }
 
-# Rows of float8 pages that are long are read in tiles of two pages.
+# Long rows of float8 pages are read in tiles of two pages.
 LONG_TILE = [
     f"{name}:128"
     for name in ("float8", "float8_one_long_row", "float8_group8_head_dim64", "float8_page16")
@@ -39,7 +39,7 @@ LONG_TILE = [
 
 
 def groups() -> list:
-    # What needs more shared memory than there is still runs in the interpreter of Mosaic GPU.
+    # Mosaic GPU's interpreter also runs kernels that need too much shared memory.
     served = {
         "mosaic_gpu": [case.name for case in cases.CONTRACT],
         "mosaic_mma": MMA,

@@ -1,4 +1,4 @@
-"""Every GPU kernel lowers for an H200, up to the compiler that needs the card."""
+"""Every GPU kernel lowers for an H200, up to the compiler stage that needs the card."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import lower_for_cuda, structs, with_all_results
 from tests.support.instances import nightly_but
 
-# One case of each feature of the form with Ampere's products.
+# One case of each feature, for the form with Ampere's products.
 MMA = ("base", "group16_head_dim256", "head_dim96", "float8_page16", "group7_head_dim64_page16")
 
 
@@ -23,14 +23,14 @@ def lowered(case, implementation):
 
 
 def kernel_of(case) -> tuple:
-    """What decides which kernel is made; the number of rows and their lengths do not."""
+    """The properties that select a kernel; the number of rows and their lengths do not."""
     return case.group, case.head_dim, case.page_size, case.dtype, case.pages_dtype, case.rows == 1
 
 
 KERNELS = list({kernel_of(case): case for case in reversed(cases.CONTRACT)}.values())[::-1]
 
 
-# A case of each dtype of pages, padded groups, and what does not fit a Hopper card.
+# A case of each page dtype, padded groups, and cases too large for a Hopper card.
 @pytest.mark.parametrize(
     "case",
     nightly_but(
@@ -44,7 +44,7 @@ def test_lowers_with_all_results(case):
             lowered(case, "mosaic_gpu")
         return
     text = lowered(case, "mosaic_gpu")
-    # The Hopper kernel's plan is a kernel too.
+    # The Hopper kernel's plan is also a kernel.
     assert text.count("stablehlo.custom_call") == 3
     assert "stablehlo.dot_general" not in text
 
@@ -73,8 +73,8 @@ def test_lowers_with_the_products_of_ampere(name):
 
 
 @pytest.mark.nightly
-def test_no_work_on_arrays_around_the_kernel():
-    """For 16-bit types nothing but the plan, the kernel and the merge is launched."""
+def test_no_array_operations_around_the_kernel():
+    """For 16-bit dtypes only the plan, the kernel and the merge are launched."""
     case = cases.by_name("rows512_4096")
     text = lower_for_cuda(functools.partial(decode_attention, scale=0.1), **structs(case))
     for operation in ("stablehlo.pad", "stablehlo.transpose", "stablehlo.convert"):
@@ -83,7 +83,7 @@ def test_no_work_on_arrays_around_the_kernel():
 
 
 @pytest.mark.nightly
-def test_barriers_shield_the_merge_in_place():
+def test_barriers_keep_the_merge_in_place():
     """In a scan over layers the plan is a slice and the result updates one."""
     case = cases.BASE
     shapes = structs(case)
@@ -101,7 +101,7 @@ def test_barriers_shield_the_merge_in_place():
         return jax.lax.scan(layer, 0, (lengths, plans))[1]
 
     text = lower_for_cuda(layers, **(shapes | {"lengths": lengths}))
-    # Operands and results of the custom call that aliases them come from and go to barriers.
+    # The aliased operands and results of the custom call are connected to barriers.
     lines = text.splitlines()
     (merge,) = [i for i, line in enumerate(lines) if "output_operand_aliases = [#" in line]
     assert "stablehlo.optimization_barrier" in lines[merge - 1]

@@ -1,4 +1,4 @@
-"""The split of the work against a list of tiles written out one by one."""
+"""The split of the work against an explicit list of tiles."""
 
 import dataclasses
 
@@ -17,12 +17,12 @@ from tests.support.instances import further
 
 
 def line_of(lengths, tile):
-    """The row of each tile on the line."""
+    """The row of each tile in the list."""
     return np.repeat(np.arange(len(lengths)), np.maximum(1, -(-np.asarray(lengths) // tile)))
 
 
 @pytest.mark.parametrize("seed", [0, *further(1, 2, 3, 4, 5)])
-def test_programs_share_the_line_evenly(seed):
+def test_programs_share_tiles_evenly(seed):
     rng = np.random.default_rng(seed)
     rows, programs = int(rng.integers(1, 20)), int(rng.integers(1, 40))
     lengths = rng.integers(0, 400, rows) * (rng.random(rows) < 0.8)
@@ -42,12 +42,12 @@ def test_programs_share_the_line_evenly(seed):
             assert (first, last) == (mine[0], mine[-1])
         else:
             assert last < first
-    # Row + program is a number of its own for every pair that meets.
+    # Row + program is unique for every pair that occurs.
     pairs = {(int(row), int(program)) for row, program in zip(line, owners, strict=True)}
     assert len({row + program for row, program in pairs}) == len(pairs)
 
 
-def test_many_rows_are_summed_by_a_scan():
+def test_many_rows_use_a_scan():
     lengths = np.random.default_rng(0).integers(0, 300, 1500)
     plan = make_plan(jnp.asarray(lengths), tile=64, programs=7)
     tiles = np.maximum(1, -(-lengths // 64))
@@ -55,7 +55,7 @@ def test_many_rows_are_summed_by_a_scan():
 
 
 def test_long_lines_do_not_overflow():
-    """Programs times tiles passes 2^31 here."""
+    """Programs times tiles exceeds 2^31 here."""
     total, programs = 2_000_000_000, 264
     starts = [int(stretch_start(np.int32(total), np.int32(c), programs)) for c in range(265)]
     assert starts[-1] == total
@@ -65,7 +65,7 @@ def test_long_lines_do_not_overflow():
     )
 
 
-def test_a_plan_of_layers_equals_the_plan_of_each():
+def test_plan_of_layers_equals_single_plans():
     lengths = jnp.asarray(np.random.default_rng(1).integers(0, 3000, (3, 5)))
     together = make_plan(jnp.asarray(lengths), tile=64, programs=11)
     for layer in range(3):
@@ -90,7 +90,7 @@ def test_decode_plan_counts_tiles_of_whole_pages():
         ({}, 128, 1),
         ({"page_size": 32, "columns": 128}, 128, 1),
         ({"page_size": 16, "columns": 256}, 64, 2),  # the other kernel's pages
-        ({"columns": 63}, 64, 2),  # shorter rows than were measured
+        ({"columns": 63}, 64, 2),  # shorter rows than measured
         ({"rows": 64}, 64, 2),  # room for little
         ({"head_dim": 64}, 64, 2),
         ({"dtype": "bfloat16"}, 64, 2),
@@ -115,7 +115,7 @@ def draw_lengths(rows):
 
 
 def same_plan(rows, programs, interpret=None):
-    """Compare a plan made by the kernel with the one that XLA makes, as far as plans reach."""
+    """Compares a plan of the kernel with XLA's, up to the end of the plan."""
     lengths = draw_lengths(rows)
     want = make_plan(lengths, tile=64, programs=programs)
     got = make_plan_on_gpu(lengths, tile=64, programs=programs, interpret=interpret)
@@ -125,12 +125,12 @@ def same_plan(rows, programs, interpret=None):
 
 
 @pytest.mark.parametrize(("rows", "programs"), [(5, 7), (64, 40), (130, 33)])
-def test_the_kernel_makes_the_same_plan_in_the_interpreter(rows, programs):
+def test_kernel_plan_equals_xla_plan_in_the_interpreter(rows, programs):
     same_plan(rows, programs, plgpu.InterpretGPUParams(detect_races=True))
     assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 63, 64, 256, 1500, 16384])
-def test_the_kernel_makes_the_same_plan_on_the_card(rows):
+def test_kernel_plan_equals_xla_plan_on_a_gpu(rows):
     same_plan(rows, 264)

@@ -1,4 +1,4 @@
-"""The XLA implementation against float64 NumPy, and what `decode_attention` always promises."""
+"""The XLA implementation against float64 NumPy, and the contract of `decode_attention`."""
 
 import chex
 import jax
@@ -33,7 +33,7 @@ def test_every_case_agrees_with_the_oracle(case):
         chex.assert_type([out, lse, scores], [case.dtype, wide, wide])
     want_out, want_lse, want_scores = decode_oracle(inputs, SCALE)
     assert relative_error(out, want_out) <= TOLERANCE[case.dtype]
-    # The float8 form of XLA rounds scaled keys to bfloat16.
+    # XLA's float8 form rounds scaled keys to bfloat16.
     tolerance = 1e-2 if case.pages_dtype else min(TOLERANCE[case.dtype], 1e-5)
     assert relative_error(lse, want_lse) <= tolerance
     assert relative_error(scores, want_scores) <= tolerance
@@ -68,7 +68,7 @@ def test_no_kernel_serves_a_soft_cap():
 
 
 @pytest.mark.parametrize(("lse", "scores"), [(True, False), (False, True), (False, False)])
-def test_results_come_in_order_and_only_where_asked(lse, scores):
+def test_only_requested_results_are_returned_in_order(lse, scores):
     inputs = decode_inputs(cases.by_name("head_dim8"))
     everything = attend(inputs, return_lse=True, return_scores=True)
     some = attend(inputs, return_lse=lse, return_scores=scores)
@@ -79,7 +79,7 @@ def test_results_come_in_order_and_only_where_asked(lse, scores):
 
 
 def test_no_copy_of_the_pool():
-    """Rows are gathered once for keys and once for values; the pool itself is never copied."""
+    """Rows are gathered once for keys and once for values; the pool is never copied."""
     case = cases.DecodeCase("copies", (40, 33), head_dim=64, spare_pages=1000)
     arrays = as_arrays(decode_inputs(case))
 
@@ -131,5 +131,5 @@ def test_a_traced_scale_is_refused():
         jax.jit(lambda scale: unchecked(**inputs, scale=scale))(0.5)
 
 
-# The run-time check of annotations under pytest would come before the function's own messages.
+# Under pytest the annotation check would precede the function's own messages.
 unchecked = getattr(decode_attention, "__wrapped__", decode_attention)

@@ -1,4 +1,4 @@
-"""The shared memory of the decode kernels: what plans count with is what Mosaic lays out."""
+"""The shared memory of decode kernels: plans count what Mosaic allocates."""
 
 import functools
 import itertools
@@ -17,8 +17,8 @@ from tests.support.instances import first_of_each
 
 KB = 1024
 A100 = GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0))
-# Shared memory of a core by compute capability (CUDA's programming guide, its table of technical
-# specifications), of which each program that is there takes 1 KB beside its own.
+# Shared memory of a core by compute capability (CUDA programming guide, table of technical
+# specifications); each resident program takes 1 KB beside its own.
 OF_A_CORE = {
     A100: 164 * KB,
     GPU("NVIDIA A10", 72, (8, 6)): 100 * KB,
@@ -31,13 +31,13 @@ OF_A_CORE = {
     GPU("NVIDIA Thor", 20, (11, 0)): 228 * KB,
     GPU("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, (12, 0)): 100 * KB,
 }
-# Four programs of 128 threads have 128 registers a thread, and wider heads take more.
+# Four programs of 128 threads have 128 registers per thread, and wider heads need more.
 MOST = {64: 4, 96: 4, 128: 4, 256: 2, 512: 2}
 HEAD_DIMS, PAGE_SIZES = (64, 96, 128, 256, 512), (16, 64, 128)
 
 
 def attention(case, implementation):
-    """The attention kernel's bytes, and those that are counted for it."""
+    """The attention kernel's bytes, and the counted bytes."""
     shapes = structs(case)
     launched = launched_with(dispatch.DEFAULT_GPU, with_all_results(implementation), **shapes)
     q, rows = split_rows(shapes)
@@ -53,7 +53,7 @@ def attention(case, implementation):
         return_lse=True,
         return_scores=True,
     )
-    # On Hopper the plan is launched before it, and in all forms the merge of rows after it.
+    # On Hopper the plan is launched before it, and always the merge of rows after it.
     return launched[implementation == "mosaic_gpu"], spec.shared_bytes
 
 
@@ -61,7 +61,7 @@ def shapes():
     # Pages of 16 are read in tiles of 64.
     some = [(16, 8), (128, 16)]
     for head_dim, (page_size, group) in itertools.product(HEAD_DIMS, some):
-        if (head_dim, page_size) == (512, 128):  # which no card has room for
+        if (head_dim, page_size) == (512, 128):  # too large for every card
             continue
         yield replace(
             cases.BASE,
@@ -99,8 +99,8 @@ def test_hoppers_kernel_takes_at_most_the_counted_bytes(name):
 
 
 @pytest.mark.parametrize("card", OF_A_CORE, ids=lambda card: card.kind)
-def test_as_many_programs_share_a_core_as_fit(card, monkeypatch):
-    """Of the group that takes the most: a plan does not know the group."""
+def test_programs_per_core_fill_shared_memory(card, monkeypatch):
+    """For the group that takes the most, because a plan does not know the group."""
     monkeypatch.setattr(dispatch, "_local_gpu", lambda: card)
     there_are = OF_A_CORE[card]
     for head_dim, page_size in itertools.product(HEAD_DIMS, PAGE_SIZES):

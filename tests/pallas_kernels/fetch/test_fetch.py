@@ -1,4 +1,4 @@
-"""Rows of a store: out of device memory, out of host memory, and what is refused."""
+"""Rows of a store, from device memory and from host memory; refusals."""
 
 import functools
 import inspect
@@ -38,8 +38,8 @@ def test_rows_arrive_in_device_memory(memory, count, dtype):
     chex.assert_trees_all_equal(rows, np.asarray(store)[index])
 
 
-def test_a_loop_fetches_rows_that_its_last_step_chose():
-    """The store is read inside a compiled loop, where it stays."""
+def test_loop_fetches_rows_chosen_by_last_step():
+    """The store is read inside a compiled loop, without moving."""
     store = draw(np.float32, "pinned_host")
 
     @jax.jit
@@ -58,13 +58,13 @@ def test_a_loop_fetches_rows_that_its_last_step_chose():
 
 
 def test_gpu_kernel_in_the_interpreter():
-    """Blocks of one copy, of which a program makes one or several, and of two copies."""
+    """Blocks of one copy, one or several per program, and blocks of two copies."""
     interpret("fetch", "mosaic_gpu", ["1:1", "16:1", "37:1", "5:4", "4:20", "3:60"])
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize("block", [2, 10, 50])
-def test_blocks_arrive_whole(memory, block):
+def test_blocks_are_fetched_whole(memory, block):
     store = draw(np.float32, memory)
     index = np.array([ROWS // block - 1, -1, 0], np.int32)
     rows = jax.jit(fetch_rows, static_argnames="block")(store, index, block=block)
@@ -78,13 +78,13 @@ def test_blocks_arrive_whole(memory, block):
     ("block", "row_bytes", "piece"),
     [(1, 256, 1), (16, 128, 16), (64, 256, 64), (64, 1024, 16), (512, 128, 128), (21, 4096, 3)],
 )
-def test_a_copy_is_the_largest_part_of_a_block_that_fits(block, row_bytes, piece):
+def test_copy_is_the_largest_fitting_part_of_a_block(block, row_bytes, piece):
     assert fetch_gpu.piece_of(block, row_bytes) == piece
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
-def test_it_lowers_for_a_gpu_inside_a_loop(memory):
-    """Where the store stays in the loop, wherever it lies."""
+def test_fetch_lowers_for_a_gpu_inside_a_loop(memory):
+    """The store stays in place in the loop, in either memory."""
 
     def total(store, index):
         step = lambda sums, one: (sums + fetch_rows(store, one).astype(jnp.float32).sum(0), None)  # noqa: E731
@@ -135,7 +135,7 @@ def test_the_kernel_on_a_gpu(memory):
         (DEFAULT_GPU, "bfloat16", 512, "at most 256 numbers"),
     ],
 )
-def test_xla_serves_what_a_gpu_cannot(card, dtype, width, reason, monkeypatch):
+def test_xla_serves_unsupported_shapes_on_gpus(card, dtype, width, reason, monkeypatch):
     monkeypatch.setattr(fetch_gpu, "target_gpu", lambda: card)
     store = draw(jnp.dtype(dtype), "pinned_host", width)
     index = jnp.zeros(5, jnp.int32)
@@ -147,7 +147,7 @@ def test_xla_serves_what_a_gpu_cannot(card, dtype, width, reason, monkeypatch):
     assert "in device memory" in str(why_not(on_device, index, block=1))
 
 
-def test_float64_stays_what_it_is():
+def test_float64_is_exact():
     with jax.enable_x64(True):
         store = jnp.asarray(np.random.default_rng(0).normal(size=(9, 8)))
         rows = fetch_rows(store, jnp.array([8, 0]))

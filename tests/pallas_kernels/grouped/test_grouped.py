@@ -1,4 +1,4 @@
-"""Products of groups of rows against NumPy, and which implementation serves which call."""
+"""Grouped matrix products against NumPy, and the selection of the implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import GPU
 from pallas_kernels.grouped.api import GRADIENT, OPERATION
 from pallas_kernels.grouped.gpu import why_not
 
-# Empty groups, groups that end within a block, rows behind the last group, none at all.
+# Empty groups, groups that end within a block, rows after the last group, no rows.
 COUNTS = [[3, 0, 5, 2], [0, 0, 0, 0], [0, 14, 0, 0], [1, 1, 1, 11], [40, 1, 30, 9], [0, 0, 0, 9]]
 ROWS = {14: COUNTS[:4], 82: COUNTS[4:]}
 
@@ -66,21 +66,21 @@ def test_gradients_equal_finite_differences():
         x, matrices = (jnp.asarray(random.normal(size=size)) for size in ((9, 3), (2, 3, 4)))
         counts = jnp.array([5, 2])
 
-        def product(*arrays):  # which are NumPy's where differences are taken
+        def product(*arrays):  # finite differences use NumPy's products
             return grouped_product(*map(jnp.asarray, arrays), counts)
 
         check_grads(product, (x, matrices), order=1, modes=["rev"])
 
 
-def test_sums_of_narrow_numbers_are_wide():
-    """300 products of 1 and 1, which bfloat16 could not count beyond 256."""
+def test_narrow_numbers_are_summed_in_float32():
+    """300 products of 1 and 1; a bfloat16 sum would stop at 256."""
     x, matrices = jnp.ones((2, 300), jnp.bfloat16), jnp.ones((1, 300, 1), jnp.bfloat16)
     y = grouped_product(x, matrices, jnp.array([2]))
     assert y.dtype == jnp.bfloat16
     assert y.ravel().tolist() == [300, 300]
 
 
-def test_memory_grows_with_rows_and_not_with_rows_times_groups():
+def test_memory_does_not_grow_with_groups():
     """`jax.lax.ragged_dot` holds a masked copy of the rows for each group."""
 
     def memory(product):
@@ -105,7 +105,7 @@ def test_memory_grows_with_rows_and_not_with_rows_times_groups():
         (((0, 128), "bfloat16"), (4, 128, 64), "no rows"),
     ],
 )
-def test_what_the_kernel_of_hopper_serves(x, matrices, reason):
+def test_hopper_kernel_serves_its_cases(x, matrices, reason):
     rows = jax.ShapeDtypeStruct(*x)
     stack = jax.ShapeDtypeStruct(matrices, rows.dtype)
     found = why_not(rows, stack, None, transposed=False)
@@ -150,7 +150,7 @@ def test_mismatched_shapes_are_refused(shapes, message, pytestconfig):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 512, 20_000])
 @pytest.mark.parametrize("shape", [(128, 2048, 1536), (32, 2880, 5760)])
-def test_the_kernel_of_hopper(rows, shape):
+def test_hopper_kernel_agrees(rows, shape):
     experts, inputs, _ = shape
     random = np.random.default_rng(rows)
     counts = random.multinomial(rows - 3, random.dirichlet(np.full(experts, 0.5))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Inputs and the NumPy oracle of prompt attention, one query and one head at a time."""
+"""Inputs and the NumPy oracle of prefill attention, one query and one head at a time."""
 
 import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -21,10 +21,10 @@ ORDER = (
 
 
 def draw(case, seed=0, dtype=None):
-    """Draw the arguments of `prefill_attention`, in order of the call, as NumPy arrays.
+    """Draw the arguments of `prefill_attention` in order, as NumPy arrays.
 
-    Slots and pages that no row uses, and padded keys, hold NaN; table entries past a row's length
-    are out of range.
+    Unused slots and pages, and padded keys, hold NaN; table entries past a row's length are out of
+    range.
     """
     rng = np.random.default_rng([seed, *case.name.encode()])
     dtype = dtype or case.dtype
@@ -68,7 +68,7 @@ def draw(case, seed=0, dtype=None):
 
 
 def structs(case, sharding=None):
-    """Shapes and dtypes of what `draw` returns, with no arrays behind them."""
+    """Shapes and dtypes of `draw`'s arrays."""
     own, keys = (case.B, case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
     pages = (int((-(-np.array(case.past) // case.P)).sum()) + 1, case.P, case.D)
     rows = (case.B, case.K)

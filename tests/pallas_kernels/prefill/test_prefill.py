@@ -1,4 +1,4 @@
-"""`prefill_attention`: its XLA form against NumPy, and its kernels with no device."""
+"""`prefill_attention`: the XLA form against NumPy, and the kernels without a device."""
 
 import dataclasses
 
@@ -87,7 +87,7 @@ def test_float64_stays_float64():
     assert relative_error(output, oracle(arguments, case.window, case.D**-0.5)) < 1e-12
 
 
-# Keys that leave the window in the midst of a tile of queries, whose first sees them all.
+# Keys that leave the window within a tile of queries, whose first query sees them all.
 LEAVING = cases.PrefillCase("leaving", 300, 2, 1, 64, 64, 0, (300,), ((0,),), 160)
 
 
@@ -124,11 +124,11 @@ def test_the_plan_visits_exactly_the_visible_tiles(case, rows, order):
                 visits = np.asarray(plan.visits)[b, h, block, :end]
                 needed = set(np.flatnonzero(seen.any((0, 2))))
                 assert len(queries) or not end  # queries of padding visit nothing
-                # Interval bounds of a tile may promise more than it holds, never less.
+                # Interval bounds of a tile may be too large, never too small.
                 assert needed <= set(visits)
                 assert len(set(visits)) == len(visits)
                 assert seen[:, visits[:whole]].all()
-                # Page tiles hold whole tiles of live slots alone.
+                # Page tiles contain only whole tiles of live slots.
                 paged = visits[visits * tiles.TILE < tail]
                 assert (paged * tiles.TILE + tiles.TILE <= past[b, h]).all()
 
@@ -204,7 +204,7 @@ def test_gpu_kernel_lowers(name, implementation):
     ],
 )
 def test_tpu_kernel_compiles(topology, name):
-    # Hundreds of rows of hundreds of pages: the page table must not be in scalar memory whole.
+    # Hundreds of rows of hundreds of pages: the whole page table would not fit scalar memory.
     many = dataclasses.replace(
         BY_NAME["plain"],
         name="many_rows",

@@ -1,4 +1,4 @@
-"""Inputs and the NumPy oracle of the weight that slots receive, one query and head at a time."""
+"""Inputs and the NumPy oracle of received attention, one query and head at a time."""
 
 import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -10,9 +10,9 @@ ORDER = ("q", "k", "positions", "since")
 
 
 def draw(case, seed=0, dtype=None):
-    """Draw the arguments of `received_attention`, in order of the call, as NumPy arrays.
+    """Draw the arguments of `received_attention` in order, as NumPy arrays.
 
-    Padded queries and slots that are not in use hold NaN.
+    Padded queries and unused slots hold NaN.
     """
     rng = np.random.default_rng([seed, *case.name.encode()])
     dtype = dtype or case.dtype
@@ -33,7 +33,7 @@ def draw(case, seed=0, dtype=None):
 
 
 def structs(case, sharding=None):
-    """Shapes and dtypes of what `draw` returns, with no arrays behind them, by name."""
+    """Shapes and dtypes of `draw`'s arrays, by name."""
     shapes = {
         "q": ((case.B, case.T, case.H, case.D), case.dtype),
         "k": ((case.B, case.K, case.slots, case.D), case.dtype),

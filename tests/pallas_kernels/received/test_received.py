@@ -1,4 +1,4 @@
-"""`received_attention`: its XLA form against NumPy, and its kernels with no device."""
+"""`received_attention`: the XLA form against NumPy, and the kernels without a device."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ from tests.pallas_kernels.support import (
 from tests.support.instances import further, nightly_but
 
 BFLOAT16 = [case for case in cases.CONTRACT if case.dtype == "bfloat16"]
-# Products of 16 bits are exact in float32, in which they and the weights are added up.
+# Products of 16-bit numbers are exact in float32, in which sums are taken.
 TOLERANCE = 1e-5
 
 
@@ -35,7 +35,7 @@ def receive(case, implementation=None):
 @pytest.mark.parametrize("most", [reference.MOST_WEIGHTS, 1])
 @pytest.mark.parametrize("case", cases.CONTRACT, ids=lambda case: case.name)
 def test_every_case_agrees_with_the_oracle(case, most, monkeypatch):
-    """In one block of queries, and in as many as there may be."""
+    """With one block of queries, and with the most blocks."""
     monkeypatch.setattr(reference, "MOST_WEIGHTS", most)
     arguments = draw(case)
     sums = receive(case, "xla")(*map(jnp.asarray, arguments))
@@ -44,7 +44,7 @@ def test_every_case_agrees_with_the_oracle(case, most, monkeypatch):
 
 
 def test_chunks_add_up_to_the_prompt():
-    """Each chunk is given all slots of the prompt, and sees those that are written."""
+    """Each chunk gets all slots of the prompt, and sees the written ones."""
     case = cases.by_name("plain")
     q, k, positions, since = draw(case)
     parts = [
@@ -76,7 +76,7 @@ def in_tiles(case):
 
 
 def in_no_order():
-    """Tiles of queries and of keys whose positions are near each other, in any order of tiles."""
+    """Tiles of queries and keys with near positions, in any order of tiles."""
     rng = np.random.default_rng(0)
     bases = 100 * rng.integers(0, 9, (3, 6)), 100 * rng.integers(0, 9, (3, 2, 7))
     positions, since = (
@@ -105,7 +105,7 @@ def test_the_plan_visits_visible_tiles_and_compares_partial_ones(case):
             assert first <= query_tile < last
         if key_tile < whole_end or whole_first <= query_tile < last:
             assert every[place]
-    # Where slots are in order, nothing else is visited, and whole tiles are not compared.
+    # With slots in order nothing else is visited, and whole tiles are not compared.
     if case is not None and not case.shuffled:
         whole = (some & every).sum()
         assert over_keys[..., 1].sum() == (over_queries[..., 2] - over_queries[..., 0]).sum()
@@ -184,7 +184,7 @@ def test_bad_input_is_refused(change, message):
         unchecked(*arrays, scale=1.0)
 
 
-def test_no_queries_give_nothing():
+def test_no_queries_give_zero():
     sums = received_attention(
         jnp.zeros((2, 0, 4, 8)),
         jnp.zeros((2, 2, 5, 8)),

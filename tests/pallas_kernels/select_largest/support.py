@@ -1,4 +1,4 @@
-"""Rows of scores of every kind, and which of them are the largest."""
+"""Rows of scores of every kind, and their largest scores."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ def draw(case: cases.SelectCase, kind: str) -> np.ndarray:
         x = rng.integers(-2, 3, size=shape)
     elif kind == "equal":
         x = np.repeat(rng.normal(size=(case.rows, 1)), case.width, 1)
-    elif kind == "dead":  # as behind the length of a row, with a page that is always read
+    elif kind == "dead":  # like slots after a row's length, with a page that is always read
         x = np.where(
             np.arange(case.width) < rng.integers(1, case.width + 1), rng.normal(size=shape), -np.inf
         )
@@ -36,6 +36,6 @@ def draw(case: cases.SelectCase, kind: str) -> np.ndarray:
 
 
 def oracle(scores: np.ndarray, count: int) -> np.ndarray:
-    """The largest by a stable sort of whole rows, then in the order of their places."""
+    """The largest by a stable sort of whole rows, in order of their places."""
     ranked = np.argsort(-scores.astype(np.float64), axis=-1, kind="stable")
     return np.sort(ranked[:, :count], -1)

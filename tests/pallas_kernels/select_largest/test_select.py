@@ -1,4 +1,4 @@
-"""The largest scores of each row: against NumPy, on every kind of row, and what is refused."""
+"""The largest scores of each row against NumPy, on every kind of row; refusals."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ def test_gpu_kernel_in_the_interpreter(names):
     interpret("select", "mosaic_gpu", names)
 
 
-# Many places of many chunks take long to interpret: a case for each.
+# Many places and many chunks take long to interpret: one case of each.
 TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 25]
 
 
@@ -41,7 +41,7 @@ TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 2
     ids=lambda case: case.name,
 )
 def test_tpu_kernel_in_the_interpreter(case):
-    """Rows of all kinds at once: they share the rounds of the bisection."""
+    """Rows of all kinds together, because they share the rounds of the bisection."""
     scores = np.concatenate([draw(case, kind) for kind in KINDS])
     reason = select_tpu.why_not(scores, count=case.count)
     if case.dtype == "float16":
@@ -72,13 +72,13 @@ def test_negative_zero_equals_zero():
 @pytest.mark.parametrize(
     "case", nightly_but(cases.BENCHMARK[:1], cases.BENCHMARK), ids=lambda case: case.name
 )
-def test_it_lowers_for_a_gpu(case):
+def test_select_lowers_for_a_gpu(case):
     text = lower_for_cuda(
         functools.partial(select_largest, count=case.count),
         scores=jax.ShapeDtypeStruct((case.rows, case.width), jnp.dtype(case.dtype)),
     )
     assert text.count("stablehlo.custom_call") == 1 + (case.width > 8192)
-    if case.width <= 8192:  # One launch: nothing is done around the kernel.
+    if case.width <= 8192:  # One launch, with no operations around the kernel.
         assert "stablehlo.pad" not in text
         assert "stablehlo.concatenate" not in text
     assert "mosaic_gpu" in text
@@ -99,7 +99,7 @@ def test_it_lowers_for_a_gpu(case):
         (DEFAULT_GPU, "float32", 8193, 2049, False),
     ],
 )
-def test_xla_serves_what_no_kernel_does(card, dtype, width, count, kernel, monkeypatch):
+def test_xla_serves_unsupported_shapes(card, dtype, width, count, kernel, monkeypatch):
     monkeypatch.setattr(select_gpu, "target_gpu", lambda: card)
     text = lower_for_cuda(
         functools.partial(select_largest, count=count),
@@ -126,8 +126,8 @@ def test_tpu_refusals_name_the_limit():
     assert "at most 131072" in str(select_tpu.why_not(jnp.zeros((1, 131073)), count=3))
 
 
-def test_float64_stays_what_it_is():
-    """Differences that float32 does not see."""
+def test_float64_is_exact():
+    """Differences below float32's resolution."""
     with jax.enable_x64(True):
         scores = jnp.asarray(1 + 1e-12 * np.random.default_rng(0).normal(size=(2, 50)))
         got = select_largest(scores, 7)

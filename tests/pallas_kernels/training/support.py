@@ -1,4 +1,4 @@
-"""Inputs and the NumPy oracle of training attention, written from the equations of the paper."""
+"""Inputs and the NumPy oracle of training attention, from the paper's equations."""
 
 import dataclasses
 
@@ -45,13 +45,13 @@ def draw(case, seed=0, dtype=None):
 
 
 def operands(inputs, segments):
-    """The arguments of the kernels, from those of a case."""
+    """Converts a case's arguments to those of the kernels."""
     arrays = (jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias"))
     return Inputs(*arrays, None if segments is None else jnp.asarray(segments))
 
 
 def structs(case, *, queries=None):
-    """Shapes of q, k, v, bias, do and, if there are any, segment ids and place of the queries."""
+    """Shapes of q, k, v, bias, do and, if given, segment ids and the place of the queries."""
     q, kv = (case.B, queries or case.T, case.H, case.D), (case.B, case.T, case.K, case.D)
     shapes = {"q": q, "k": kv, "v": kv, "do": q}
     arrays = {n: jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for n, s in shapes.items()}
@@ -89,7 +89,7 @@ def both(case, implementation):
 
 
 def in_pieces(inputs, do, run, cuts):
-    """Output and gradients of a row whose queries attend in pieces, each from its place.
+    """Output and gradients of a row whose queries attend in pieces, each at its place.
 
     `run(inputs, do)` returns those of one piece; gradients of keys add up.
     """
@@ -112,7 +112,7 @@ def in_pieces(inputs, do, run, cuts):
 def oracle(inputs, segments, window, scale, *, sinks=None, soft_cap=None):
     """Output and gradients in float64, one sequence and one head at a time.
 
-    Those of the sinks are the last if there are any.
+    The gradient of sinks, if any, is the last.
     """
     q, k, v, do, bias = (inputs[n].astype(np.float64) for n in ("q", "k", "v", "do", "bias"))
     batch, length, heads, _ = q.shape

@@ -1,4 +1,4 @@
-"""The Pallas kernels of training attention: interpreted, lowered and compiled with no device."""
+"""The training attention kernels, interpreted, lowered and compiled without a device."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def problem_of(dim):
     ids=str,
 )
 def test_gpu_kernels_in_the_interpreter(implementation, names):
-    """Slots reused and races looked for; packed and ragged; an odd group; D = 256."""
+    """Slot reuse and race detection; packed and ragged; an odd group; D = 256."""
     interpret("training", implementation, names)
 
 
@@ -67,7 +67,7 @@ def test_gpu_kernels_in_the_interpreter(implementation, names):
 )
 def test_tpu_kernels_in_the_interpreter(name):
     name, _, in_parts = name.partition(" ")
-    # A piece is at one place in all sequences: one of them will do.
+    # A piece has the same place in all sequences, so one sequence suffices.
     case = dataclasses.replace(BY_NAME[name], B=1) if in_parts else BY_NAME[name]
     inputs, segments = draw(case)
     arrays, do = operands(inputs, segments), jnp.asarray(inputs["do"])
@@ -97,7 +97,7 @@ def test_tpu_kernels_in_the_interpreter(name):
     ],
 )
 def test_gpu_kernels_lower(implementation, name):
-    """A case of each kernel: of tokens, sequences and heads a kernel knows the number alone."""
+    """One case per kernel: a kernel depends only on the numbers of tokens, sequences and heads."""
     text = lower_for_cuda(both(BY_NAME[name], implementation), **structs(BY_NAME[name]))
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
 
@@ -135,14 +135,14 @@ def test_tpu_kernels_compile(topology, name):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         structs(case, queries=140 if placed else None),
     )
-    # None picks by the platform that is lowered for, which is not the one that traces.
+    # None selects by the lowering platform, which differs from the tracing one.
     traced = jax.jit(lambda arrays: both(case, None)(**arrays)).trace(arrays)
     report = compile_ahead(traced.lower(lowering_platforms=("tpu",)), topology)
     assert report.text.count('custom_call_target="tpu_custom_call"') >= 3
 
 
 def test_float16_on_hopper_runs_amperes_kernels():
-    """The others refuse it; those that are launched are lowered by `test_gpu_kernels_lower`."""
+    """The others refuse it; `test_gpu_kernels_lower` lowers the launched ones."""
     case = BY_NAME["float16"]
     assert len(launched_with(dispatch.DEFAULT_GPU, both(case, None), **structs(case))) == 3
 
@@ -186,7 +186,7 @@ def test_reasons_name_the_limit():
 
 
 def test_wide_heads_are_not_trained_on_blackwell(monkeypatch):
-    """Nor is any tile there what it is on other GPUs where it would spill registers."""
+    """Tiles that would spill registers there differ from those of other GPUs."""
     inputs = Inputs(**{n: structs(BY_NAME["dim_256"])[n] for n in ("q", "k", "v", "bias")})
     blocks = {}
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):

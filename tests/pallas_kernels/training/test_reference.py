@@ -1,4 +1,4 @@
-"""What `retrofit_attention` promises, checked on its XLA form against NumPy in float64."""
+"""The contract of `retrofit_attention`, checked on the XLA form against float64 NumPy."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ BY_NAME = {case.name: case for case in cases.CONTRACT}
 
 
 def attend(case, inputs, segments, implementation="xla", sinks=None):
-    """Output and the gradients of q, k, v, bias and, if there are any, sinks."""
+    """Output and the gradients of q, k, v, bias and, if given, sinks."""
     arrays = {name: jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")}
     return jax.jit(both(case, implementation))(**arrays, segments=segments, sinks=sinks)
 
@@ -75,7 +75,7 @@ def test_sequences_of_several_spans():
 
 @pytest.mark.parametrize("name", ["ragged", "packed"])
 def test_a_row_in_pieces_equals_the_whole_row(name):
-    """Queries from a place in the row on attend to all keys, as where it is split over devices."""
+    """Queries from a place in the row attend to all keys, as in a row split over devices."""
     case = BY_NAME[name]
     inputs, segments = draw(case, dtype="float64")
 
@@ -90,8 +90,8 @@ def test_a_row_in_pieces_equals_the_whole_row(name):
     check(case, results, inputs, segments, tolerance=1e-12)
 
 
-def test_the_oracle_differentiates():
-    """The oracle's own gradients, against central differences of its output."""
+def test_oracle_gradients_equal_finite_differences():
+    """The oracle's gradients, against central differences of its output."""
     case = cases.TrainingCase("tiny", 1, 9, 2, 1, 4, 3, dtype="float64", segments=5)
     inputs, segments = draw(case)
     rng = np.random.default_rng(0)
@@ -176,7 +176,7 @@ def test_memory_is_linear_in_the_length():
     ],
 )
 def test_bad_input_is_refused(change, message):
-    """The function's own checks: under pytest its annotations would speak first."""
+    """The function's own checks, without the annotation check of pytest."""
     facts = {"q": (1, 8, 4, 4), "k": (1, 8, 2, 4), "v": (1, 8, 2, 4), "bias": (1, 2, 8)}
     facts |= {"window": 2, "dtype": "float32", "segments": (1, 8)} | change
     dtypes = dict.fromkeys("qkv", facts["dtype"]) | {"v": facts.get("v_dtype", facts["dtype"])}
@@ -187,7 +187,7 @@ def test_bad_input_is_refused(change, message):
         check_arguments(Inputs(q, k, v, bias, segments), facts["window"])
 
 
-def test_sharded_over_batch_and_heads_equals_one_device():
+def test_sharded_equals_one_device():
     case = cases.TrainingCase("sharded", 4, 40, 8, 4, 8, 7, dtype="float32", segments=15)
     inputs, segments = draw(case)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

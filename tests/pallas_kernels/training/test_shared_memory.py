@@ -1,4 +1,4 @@
-"""The shared memory of training and prompt kernels: what is counted is what Mosaic lays out."""
+"""The shared memory of training and prefill kernels: plans count what Mosaic allocates."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ from tests.pallas_kernels.support import launched_with
 from tests.pallas_kernels.training.support import both, structs
 from tests.support.instances import further
 
-# A card of the same generation as the one that was measured, and without a file.
+# A card of the measured generation without a file.
 UNKNOWN = GPU("NVIDIA H100 PCIe", 114, (9, 0))
 HOPPER = 227 * 1024
-# What a program may have at most (CUDA's programming guide), by card.
+# The limit per program by card (CUDA programming guide).
 L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
 OTHERS = {L4: 99 * 1024, B200: 227 * 1024}
-TRAINING = (  # in the order in which they are launched
+TRAINING = (  # in launch order
     (gpu_forward, REDUCTION_BYTES),
     (gpu_key_gradient, REDUCTION_BYTES),
     (gpu_query_gradient, gpu_query_gradient.REDUCTIONS),
@@ -100,7 +100,7 @@ def test_every_plan_fits(card, head_dim, packed, monkeypatch):
     ids=lambda each: getattr(each, "kind", each),
 )
 def test_amperes_kernels_fit_every_gpu(card, head_dim):
-    """Most of all the gradients of keys: keys, values, queries and gradients of outputs.
+    """The gradients of keys take the most: keys, values, queries and gradients of outputs.
 
     An A100 has the tiles of an L4 (`test_kernels.py`) and more memory; narrower heads take less.
     """

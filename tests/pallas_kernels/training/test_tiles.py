@@ -1,4 +1,4 @@
-"""The plans of the training kernels, score by score: zones, blocks that meet, what fits."""
+"""The plans of the training kernels, score by score: zones, visited blocks, memory."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def distances(q0, rows, k0, keys):
 
 
 def all_zones(zones, starts):
-    """The zones of tiles that start at these places: a list of integers for each."""
+    """The zones of tiles that start at these places, as lists of integers."""
     found = jax.vmap(zones)(starts)
     return np.stack([np.broadcast_to(each, starts.shape) for each in found], axis=1).tolist()
 
@@ -28,7 +28,7 @@ def all_zones(zones, starts):
 @pytest.mark.parametrize(
     ("rows", "block"), [(64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
 )
-def test_zones_on_a_gpu_hold_their_distances(rows, block):
+def test_gpu_zones_match_token_distances(rows, block):
     starts = np.arange(0, 512, rows, dtype=np.int32)
     for window, first in itertools.product(WINDOWS, (0, 1)):
         zones = all_zones(
@@ -47,12 +47,12 @@ def test_zones_on_a_gpu_hold_their_distances(rows, block):
                     assert (away >= 0).all()
                     if tile >= boundary:
                         assert (away <= window).all()
-                # What is visible is visited, and nothing else.
+                # Exactly the visible tiles are visited.
                 assert (away >= 0).any() == (tile < end)
 
 
 @pytest.mark.parametrize(("keys", "block"), [(64, 16), (64, 32), (64, 64), (128, 64)])
-def test_zones_of_queries_hold_their_distances(keys, block):
+def test_query_zones_match_token_distances(keys, block):
     count = 512 // block
     starts = np.arange(-280, 768, 7, dtype=np.int32)  # keys before, among and after the queries
     for window in (*WINDOWS, 77, 125):
@@ -81,7 +81,7 @@ def sorted_segments(random, batch, length):
 
 
 def meeting(segments, rows, columns):
-    """Which blocks hold tokens of one document, pair by pair: [B, R, C]."""
+    """Whether two blocks have tokens of one document, [B, R, C]."""
     batch, length = segments.shape
     shared = np.zeros((batch, length // rows, length // columns), bool)
     for b, i, j in np.ndindex(shared.shape):
@@ -92,12 +92,12 @@ def meeting(segments, rows, columns):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 16), (64, 64), (64, 128), (128, 64)])
-def test_blocks_of_one_document_meet(rows, columns):
+def test_blocks_of_one_document_are_visited(rows, columns):
     random = np.random.default_rng(rows + 2 * columns)
     segments = sorted_segments(random, 3, 1024)
     found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
     chex.assert_trees_all_equal(found, meeting(segments, rows, columns))
-    # With padding, 0, at the end blocks may seem to meet that do not; never the other way round.
+    # With padding (0) at the end, blocks may be visited needlessly, but none is missed.
     segments[:, 900:] = 0
     found = gpu_tiles.segment_overlap(*[jnp.asarray(segments, jnp.int32)] * 2, rows, columns)
     assert (np.asarray(found) >= meeting(segments, rows, columns)).all()
@@ -110,7 +110,7 @@ def tpu_problem(T=1024, H=8, K=2, D=128, window=100, dtype="bfloat16", packed=Fa
 
 
 def zone_of(problem, query, key, monkeypatch):
-    """With what options the body of a visible block is called; it must be once."""
+    """The options with which a visible block's body is called, exactly once."""
     calls = []
     monkeypatch.setattr(tpu_blocks.pl, "when", lambda holds: lambda body: body() if holds else None)
     block = np.int32(query), np.int32(key)
@@ -120,8 +120,8 @@ def zone_of(problem, query, key, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zones_on_a_tpu_hold_their_distances(dtype, monkeypatch):
-    """Beside the mixed ones, whose body masks every score."""
+def test_tpu_zones_match_token_distances(dtype, monkeypatch):
+    """Except for mixed zones, whose body masks every score."""
     for window in WINDOWS:
         problem = tpu_problem(window=window, dtype=dtype)
         kinds = set()
@@ -137,8 +137,8 @@ def test_zones_on_a_tpu_hold_their_distances(dtype, monkeypatch):
         assert ((False, False) in kinds) == (window >= 10**6)
 
 
-def test_zones_on_a_tpu_at_the_border_of_the_window(monkeypatch):
-    """Tiles next to the border of the window, where one token decides."""
+def test_tpu_zones_at_the_window_border(monkeypatch):
+    """Tiles at the border of the window, where one token decides."""
 
     def zone(window):  # of queries 512 to 639 and keys 0 to 255
         problem = tpu_problem(window=window, dtype="float32")
@@ -151,7 +151,7 @@ def test_zones_on_a_tpu_at_the_border_of_the_window(monkeypatch):
     assert zone(512 - 255 - 1) == dict(bias=True, masked=False)
 
 
-def test_bounds_on_a_tpu_reach_every_block_of_a_document():
+def test_tpu_bounds_reach_every_block_of_a_document():
     problem = tpu_problem(dtype="float32", packed=True)
     random = np.random.default_rng(7)
     segments = sorted_segments(random, 1, problem.T)
@@ -162,14 +162,14 @@ def test_bounds_on_a_tpu_reach_every_block_of_a_document():
     chex.assert_trees_all_equal((first, last), bounds)
 
 
-def test_blocks_on_a_tpu_stay_within_their_memory():
-    """Queries of a block in 256 KB, its scores in 1 MB; in half of that beside float32 keys."""
+def test_tpu_blocks_stay_within_memory():
+    """Queries of a block in 256 KB, its scores in 1 MB; half of that with float32 keys."""
     for group, D, dtype in itertools.product((1, 2, 4, 8, 16), (64, 128, 256), DTYPES):
         problem = tpu_problem(T=900, H=2 * group, D=D, dtype=dtype)
         assert problem.T == 1024
         assert problem.T % problem.query == problem.T % problem.keys == 0
         size = jnp.dtype(dtype).itemsize
-        if problem.query > 128:  # the least that there is
+        if problem.query > 128:  # the smallest block
             assert problem.rows * D * size <= 256 * 1024
         if problem.keys > 128:
             assert problem.rows * problem.keys * 4 <= 2**20 * 2 // size

@@ -12,15 +12,15 @@ from pallas_kernels import rotate_and_write, write_pages
 
 
 def operation(case):
-    """The operation that a case is one of, to be called with its inputs."""
+    """Returns the operation of a case, to be called with its inputs."""
     return functools.partial(rotate_and_write, zeroed=case.zeroed) if case.group else write_pages
 
 
 def write_inputs(case, seed=0):
     """Draw a case: keyword arguments of its operation, as NumPy arrays.
 
-    Every row writes to a page of its own, in random order; idle rows name a slot that is none, each
-    in another way. The pool holds NaN here and there, as unused memory may.
+    Every row writes to a different page, in random order; idle rows name invalid slots of different
+    kinds. The pool contains some NaN, as unused memory may.
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(case.pages).astype(np.int32)
@@ -63,7 +63,7 @@ def write_inputs(case, seed=0):
 
 
 def rotation_oracle(case, inputs):
-    """The queries and the key of each row after their rotation, in float64, plane by plane."""
+    """The queries and the key of each row after rotation, in float64, plane by plane."""
     turned = inputs["heads"][:, :-1].astype(np.float64)
     cos, sin = (x.astype(np.float64) for x in inputs["rotation"])
     half = case.head_dim // 2
@@ -82,9 +82,9 @@ def rotation_oracle(case, inputs):
 
 
 def assert_agrees(case, inputs, got):
-    """Asserts that what an operation returned is right, all but what is rotated to the bit.
+    """Asserts that results are right, unrotated ones bit for bit.
 
-    What is rotated has the error of float32 before it is rounded.
+    Rotated ones may have float32's error before rounding.
     """
     got = [np.asarray(x) for x in got]
     if not case.group:
@@ -97,7 +97,7 @@ def assert_agrees(case, inputs, got):
     bits = {"bfloat16": 8, "float32": 23, "float64": 52}[case.dtype]
     close = dict(rtol=2.0**-bits, atol=2.0 ** -min(21, bits))
     chex.assert_trees_all_close(queries.astype(np.float64), turned[:, :-1], **close)
-    # The oracle of the write is given the keys that came back, which are compared by themselves.
+    # The oracle of the write gets the returned keys, which are compared separately.
     keys = turned[:, -1].astype(case.dtype)
     for row, at in enumerate(zip(inputs["pages"], inputs["offsets"], strict=True)):
         if 0 <= at[0] < case.pages and 0 <= at[1] < case.page_size:
@@ -131,7 +131,7 @@ def write_oracle(inputs):
 
 
 def assert_same_bits(got, want):
-    """Asserts that arrays are equal, the bits of NaN included."""
+    """Asserts that arrays are equal, including the bits of NaN."""
     got, want = [np.asarray(x) for x in got], list(want)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     bits = [[x.view(f"uint{8 * x.dtype.itemsize}") for x in arrays] for arrays in (got, want)]
@@ -139,7 +139,7 @@ def assert_same_bits(got, want):
 
 
 def assert_rounded_alike(got, want):
-    """Asserts that arrays are equal but for the last bit, in which compilers differ; NaN too."""
+    """Asserts that arrays, also NaN, are equal up to the last bit, in which compilers differ."""
     for one, other in zip(got, want, strict=True):
         dtype = np.asarray(one).dtype
         chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
@@ -149,7 +149,7 @@ def assert_rounded_alike(got, want):
 
 
 def write_structs(case, sharding=None):
-    """Shapes and dtypes of a case's inputs, with no arrays behind them."""
+    """Shapes and dtypes of a case's inputs."""
 
     def struct(shape, dtype):
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
@@ -171,7 +171,7 @@ def write_structs(case, sharding=None):
 
 
 def operands(inputs):
-    """The arguments of an implementation, from those of its operation."""
+    """Converts the arguments of an operation to those of an implementation."""
     pages = [f"{name}_{kind}" for kind in ("pages", "scales") for name in ("k", "v")]
     if "heads" in inputs:
         new = (inputs["heads"],)

@@ -23,7 +23,7 @@ POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
 def writer(case):
-    """A compiled write that gives its pool up."""
+    """A compiled write that donates its pool."""
     run = functools.partial(operation(case), implementation="mosaic_gpu")
     return jax.jit(lambda pool, rest: run(**pool, **rest), donate_argnums=0)
 
@@ -53,8 +53,8 @@ def test_a_pool_of_more_than_two_to_the_31_elements():
         assert int(jnp.count_nonzero(jnp.any(after != 0, axis=-1))) == 3
 
 
-def test_attention_reads_what_was_written_just_before():
-    """Kernels launched close after each other in a loop: rows grow from nothing to two pages."""
+def test_attention_reads_the_preceding_write():
+    """Kernels launched in quick succession in a loop: rows grow from empty to two pages."""
     rows, head_dim, size, steps = 24, 128, 64, 100
     k, v = (jax.random.normal(jax.random.key(i), (steps, rows, head_dim)) for i in range(2))
     q = jax.random.normal(jax.random.key(2), (steps, rows, 4, head_dim))
@@ -77,5 +77,5 @@ def test_attention_reads_what_was_written_just_before():
 
     want = loop("xla")
     chex.assert_tree_all_finite(want.astype(jnp.float32))
-    for _ in range(3):  # later runs of a program are replayed from graphs
+    for _ in range(3):  # later runs of a program replay CUDA graphs
         chex.assert_trees_all_equal(loop("mosaic_gpu"), want)

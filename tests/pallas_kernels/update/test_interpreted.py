@@ -1,4 +1,4 @@
-"""Every kernel, interpreted on the CPU, against NumPy, bit by bit, with races looked for."""
+"""Every kernel, interpreted on the CPU, against NumPy, bit by bit, with race detection."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from pallas_kernels.update import cases, gpu, tpu
 from tests.pallas_kernels.support import interpret
 from tests.pallas_kernels.update.support import operands, write_structs
 
-# Written down apart from the kernels: one that refused what it has served would not be run with it.
+# Listed independently of the kernels, so that a kernel cannot silently drop a case.
 SERVED = {
     "mosaic_gpu": [case.name for case in cases.CONTRACT],
     "mosaic_tpu": [case.name for case in cases.CONTRACT if case.dtype in ("bfloat16", "float32")],

@@ -1,4 +1,4 @@
-"""`write_pages`: what it writes on this machine, what it refuses, and that every kernel lowers."""
+"""`write_pages`: results on this machine, refusals, and lowering of every kernel."""
 
 import functools
 
@@ -21,7 +21,7 @@ from tests.pallas_kernels.update.support import (
 )
 
 SCATTER = "stablehlo.scatter"
-# Without the annotations, which tests check at run time.
+# Without the annotations that tests check at run time.
 unchecked = getattr(write_pages, "__wrapped__", write_pages)
 
 
@@ -51,8 +51,8 @@ def test_a_donated_pool_is_written_in_place():
     assert memory.temp_size_in_bytes < size / 1000
 
 
-def test_fewer_pages_of_values_than_of_keys():
-    """A row whose page has no values writes no key either."""
+def test_fewer_value_pages_than_key_pages():
+    """A row whose page has no values does not write its key either."""
     inputs = write_inputs(cases.BASE)
     inputs["v_pages"] = inputs["v_pages"][:5]
     within = inputs["pages"] < 5
@@ -104,7 +104,7 @@ def test_float8_pages_need_all_their_scales(missing):
         unchecked(**arrays)
 
 
-def test_rows_that_write_nothing_still_rotate_queries():
+def test_idle_rows_still_rotate_queries():
     case = cases.by_name("rotated_all_idle")
     inputs = write_inputs(case)
     got = operation(case)(**as_arrays(inputs))
@@ -154,7 +154,7 @@ def lowered(case, implementation=None):
 
 @pytest.mark.parametrize("case", [*cases.CONTRACT, *cases.BENCHMARK], ids=lambda c: c.name)
 def test_kernels_lower_for_an_h200(case):
-    """One launch; keys and values stay where they are."""
+    """One launch; keys and values are written in place."""
     text = lowered(case)
     assert text.count("stablehlo.custom_call") == 1
     assert text.count("output_operand_alias<") == (4 if case.scaled else 2)
@@ -199,8 +199,8 @@ def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
     assert ("mosaic_gpu" in text) != scatter
 
 
-def test_barriers_shield_the_write_in_place():
-    """XLA may join a kernel with slices of what it reads, and then copies what it writes to."""
+def test_barriers_keep_the_write_in_place():
+    """XLA may fuse a kernel with slices of its inputs, and then copies its outputs."""
     lines = lowered(cases.BASE, "mosaic_gpu").splitlines()
     (write,) = [i for i, line in enumerate(lines) if "stablehlo.custom_call" in line]
     assert "stablehlo.optimization_barrier" in lines[write - 1]

@@ -1,3 +1,4 @@
-"""Programs that ask a scripted server as people do: `python FILE ADDRESS`, with the packages of
-`make clients`. Each ends with an error if an answer is not as it should be.
+"""Client programs for a scripted server: `python FILE ADDRESS`; each fails on a wrong answer.
+
+`make clients` fetches their packages.
 """

@@ -1,6 +1,6 @@
 """The agent loop of openai-agents, over chat completions and over responses, whole and streamed.
 
-Five answers with two tools: two calls at once, and a call with what another one gave.
+Five answers with two tools: two parallel calls, and a call with another one's result.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def to_fahrenheit(degrees: int) -> str:
 
 
 async def main() -> None:
-    """Asks each agent, which calls the tools until it knows."""
+    """Asks each agent, which calls tools until it has the answer."""
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
         model = kind(model="scripted", openai_client=client)
         tools = [get_degrees, to_fahrenheit]

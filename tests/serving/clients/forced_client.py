@@ -1,6 +1,6 @@
-"""Clients of OpenAI and Anthropic on a real model, whose answers grammars force into their forms.
+"""Clients of OpenAI and Anthropic on a real model whose answers grammars constrain.
 
-What the model says is its own; that the clients understand it is what is looked at.
+The contents are the model's; the test is that the clients can parse them.
 """
 
 import json
@@ -16,7 +16,7 @@ client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
 
 
 class Place(pydantic.BaseModel):
-    """What the model answers with."""
+    """The schema of an answer."""
 
     where: Literal["north", "south"]
     steps: int = pydantic.Field(ge=0, le=99)
@@ -39,7 +39,7 @@ FUNCTIONS = {"go": GO, "take": TAKE}
 
 
 def check(called: str, arguments: dict) -> None:
-    """Fails unless arguments are those of a function."""
+    """Fails unless the arguments match a function."""
     properties = FUNCTIONS[called]["parameters"]["properties"]
     assert arguments.keys() == properties.keys(), arguments
     for value in arguments.values():
@@ -47,7 +47,7 @@ def check(called: str, arguments: dict) -> None:
 
 
 def play(stream: bool) -> None:
-    """A loop of answers, each of which calls one of two tools."""
+    """Plays several turns, each with a call of one of two tools."""
     messages = [{"role": "user", "content": "Go."}]
     tools = [{"type": "function", "function": each} for each in FUNCTIONS.values()]
     for turn in range(int(turns)):

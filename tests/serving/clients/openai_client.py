@@ -20,7 +20,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 
 
 class Weather(pydantic.BaseModel):
-    """What a structured answer holds."""
+    """The schema of a structured answer."""
 
     city: str
     degrees: int
@@ -28,7 +28,7 @@ class Weather(pydantic.BaseModel):
 
 assert [model.id for model in client.models.list()] == ["scripted"]
 
-# A loop of tools through chat completions, as long as there are calls.
+# A tool loop over chat completions, until there are no calls.
 messages = list(QUESTION)
 for _turn in range(3):
     answer = client.chat.completions.create(model="scripted", messages=messages, tools=[TOOL])
@@ -42,7 +42,7 @@ for _turn in range(3):
 assert len(messages) == 4
 assert choice.message.content == "It is sunny in Paris."
 
-# A stream, which the client puts together itself.
+# A stream, assembled by the client.
 with client.chat.completions.stream(model="scripted", messages=QUESTION, tools=[TOOL]) as stream:
     kinds = {event.type for event in stream}
     final = stream.get_final_completion().choices[0].message
@@ -50,7 +50,7 @@ assert {"content.delta", "tool_calls.function.arguments.done"} <= kinds
 assert final.content == "One moment."
 assert final.tool_calls[0].function.name == "get_weather"
 
-# Structured answers: pydantic's schema goes out, and a checked object comes back.
+# Structured answers: the client sends pydantic's schema and returns a validated object.
 asked = [{"role": "user", "content": "As JSON."}]
 parsed = client.chat.completions.parse(model="scripted", messages=asked, response_format=Weather)
 assert parsed.choices[0].message.parsed == Weather(city="Paris", degrees=21)

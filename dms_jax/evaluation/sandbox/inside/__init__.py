@@ -1,5 +1,5 @@
-"""What runs in a confined process: it locks itself in, then runs code that a model wrote.
+"""The code of a confined process: it locks itself in, then runs model-written code.
 
-The process starts as `python -m inside` without site-packages, so nothing here imports anything but
-the standard library and its neighbours.
+The process starts as `python -m inside` without site-packages, so modules here import only the
+standard library and each other.
 """

@@ -1,6 +1,6 @@
 """The program of a confined process: lock itself in, then run one source.
 
-The job comes over the control socket, which is closed before the source runs:
+The job arrives over the control socket, which is closed before the source runs:
 
     {"source": ..., "call": null}                   run it as a script
     {"source": ..., "call": ["f", [1, 2]]}          run it as a module, call f(1, 2), or the method
@@ -23,7 +23,7 @@ from . import confining
 
 
 def main(control: int, parent: int) -> None:
-    """Does the job that comes over the socket `control`, confined."""
+    """Confines the process and runs the job from the socket `control`."""
     confining.die_with_parent(parent)
     os.chdir("/")
     os.environ.clear()
@@ -42,8 +42,9 @@ def main(control: int, parent: int) -> None:
         return
     supervisor.close()
     sys.set_int_max_str_digits(0)
-    random.seed(0)  # the same verdict every time
-    builtins.exit = builtins.quit = sys.exit  # pyright: ignore  # `site` defines them: not loaded
+    random.seed(0)  # for reproducible verdicts
+    # `site`, which defines them, is not loaded
+    builtins.exit = builtins.quit = sys.exit  # pyright: ignore
     if job["call"] is None:
         _run(job["source"], "__main__")
     else:
@@ -60,7 +61,7 @@ def _read_job(supervisor: socket.socket) -> dict[str, Any]:
 
 
 def _run(source: str, name: str) -> dict[str, Any]:
-    """Runs source as a module of this name, and returns what it defines."""
+    """Runs source as a module of this name; returns its namespace."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv[:] = ["answer.py"]
@@ -69,11 +70,11 @@ def _run(source: str, name: str) -> dict[str, Any]:
 
 
 def _call(source: str, name: str, arguments: list[Any]) -> None:
-    """Writes what a function of the source returns, and ends the process."""
+    """Writes the result of a function of the source, and ends the process."""
     results = os.dup(1)
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     names = _run(source, "answer")
-    # First the method: the names that contest sites import may hide it (`count` of itertools).
+    # Try the method first: names that contest sites import may hide it (`count` of itertools).
     owner: Any = names.get("Solution")
     function = getattr(owner(), name) if hasattr(owner, name) else names[name]
     rest = memoryview(json.dumps(function(*arguments)).encode())

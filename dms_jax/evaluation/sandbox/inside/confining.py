@@ -1,4 +1,4 @@
-"""Locks the process in: limits, privileges, files, system calls, in this order and for good."""
+"""Locks the process in, irreversibly: limits, privileges, files, system calls, in this order."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ def readable() -> list[str]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ends the process as soon as its parent has ended, for whatever reason."""
+    """Ends the process as soon as its parent ends, for any reason."""
     if sys.platform == "linux":
         from . import kernel
 
@@ -35,12 +35,12 @@ def confine(limits: dict[str, Any], *, pass_on: Callable[[int], None]) -> list[s
 
     Args:
       limits: `seconds` of processor time, bytes of `memory`.
-      pass_on: sends a descriptor to the supervisor, which decides there about each new thread.
+      pass_on: sends a descriptor to the supervisor, which uses it to allow or refuse new threads.
     """
     missing: list[str] = []
     seconds, memory = limits["seconds"], limits["memory"]
     for name, soft, hard in (
-        ("RLIMIT_CPU", seconds, seconds + 1),  # SIGXCPU, which says why, and then SIGKILL
+        ("RLIMIT_CPU", seconds, seconds + 1),  # SIGXCPU, which shows the reason, then SIGKILL
         ("RLIMIT_AS", memory, memory),
         ("RLIMIT_NOFILE", _OPEN_FILES, _OPEN_FILES),
         ("RLIMIT_FSIZE", 0, 0),
@@ -62,7 +62,7 @@ def _confine_linux(pass_on: Callable[[int], None]) -> list[str]:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     except OSError:
-        pass  # no /proc: nothing depends on it
+        pass  # no /proc; this step is optional
     missing = []
 
     def attempt(name: str, action: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""System calls that Python has no functions for: through libc, with Python's errors."""
+"""System calls without a Python function: called through libc, with Python's errors."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def system_call(number: int, *arguments: int | bytes | ctypes.Structure | None) -> int:
-    """Makes a system call; whole numbers are passed as 64 bits, structures by their address.
+    """Makes a system call; integers are passed as 64 bits, structures by address.
 
     Raises:
       OSError: it failed.
@@ -45,7 +45,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Gives up every privilege of root; it remains the owner of root's files, no more.
+    """Drops every privilege of root except owning root's files.
 
     Raises:
       OSError: it failed.

@@ -1,7 +1,7 @@
-"""Landlock: files that are not named may not be opened, run or changed; no TCP ports, no signals.
+"""Landlock: only listed files may be opened; no running or changing, no TCP ports, no signals.
 
-It needs no privileges (Linux 5.13 and later). What it does not govern, such as a file's mode and
-owner, or UNIX sockets, is refused by the list of system calls (`system_calls.py`).
+It needs no privileges (Linux 5.13 and later). The allow list of system calls (`system_calls.py`)
+covers what Landlock does not: modes and owners of files, UNIX sockets.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from .kernel import system_call
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every machine
 _PATH_BENEATH = 1
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
-# Rights on files by version: moving between folders came with 2, truncating with 3, devices with 5.
+# Rights on files by version: moving between folders since 2, truncating since 3, devices since 5.
 _FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _TCP, _TCP_SINCE = 0b11, 4  # binding, connecting
 _SCOPES, _SCOPES_SINCE = 0b11, 6  # abstract UNIX sockets, signals
@@ -36,13 +36,13 @@ def version() -> int:
     """The version of Landlock that the kernel offers.
 
     Raises:
-      OSError: it offers none.
+      OSError: the kernel has no Landlock.
     """
     return system_call(CREATE_RULESET, None, 0, 1)
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Refuses everything from here on but reading some folders, and writing to some devices.
+    """From here on allows only reading some folders and writing to some devices.
 
     Raises:
       OSError: the kernel has no Landlock.

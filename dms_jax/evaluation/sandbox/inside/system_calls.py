@@ -1,11 +1,11 @@
-"""The system calls that a confined process may make: those of a computing Python, and no others.
+"""The allow list of system calls of a confined process: those that computing in Python needs.
 
-Any other call, of today or of a later kernel, fails with EPERM: processes, sockets, signals to
+All other calls, also those of future kernels, fail with EPERM: processes, sockets, signals to
 others, debugging, changes of files, modes, owners, limits and priorities. Two filters are
 installed, and the stricter verdict counts:
 
-- the first has the supervisor decide about each new thread, and counts (`supervising.py`), because
-  the limits of Linux count the processes of a user and never those of root;
+- the first asks the supervisor about each new thread, which counts them (`supervising.py`), because
+  Linux limits count all processes of a user, and none of root's;
 - the second is the list below. Some calls depend on their arguments: signals go to the process
   itself, limits are read and not set, `fcntl` and `ioctl` have a few harmless commands.
 """
@@ -48,7 +48,7 @@ fcntl:25 ioctl:29 kill:129 tgkill:131 prctl:167 clone:220 prlimit64:261 seccomp:
 _BY_ARGUMENTS = {"ioctl", "fcntl", "prctl", "kill", "tgkill", "prlimit64", "clone", "clone3"}
 _MACHINES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}
 
-# dup, flags, status, dup with close-on-exec, size of a pipe; not the owner of a file's signals
+# dup, flags, status, dup with close-on-exec, size of a pipe; not setting a file's signal owner
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
 # whether it is a terminal, bytes waiting, close-on-exec, non-blocking
 _IOCTL = (0x5401, 0x541B, 0x5450, 0x5451, 0x5421)
@@ -61,11 +61,11 @@ _LOAD, _IF_EQUAL, _IF_BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in the data of a call
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 
-Step = tuple[int, int, int, int]  # code, steps to skip if so, steps to skip if not, operand
+Step = tuple[int, int, int, int]  # code, steps to skip if true, steps to skip if false, operand
 
 
 class UnknownMachineError(Exception):
-    """There is no list of calls for this kind of processor."""
+    """There is no list of calls for this processor architecture."""
 
 
 class _Program(ctypes.Structure):
@@ -114,11 +114,11 @@ def _if_thread(action: int, otherwise: int) -> list[Step]:
 
 
 def _program(mark: int, calls: dict[int, list[Step]], otherwise: int) -> bytes:
-    """Assembles a filter: for each call its steps, which end in a verdict."""
+    """Assembles a filter: for each call the steps that end in a verdict."""
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IF_EQUAL, 1, 0, mark),
-        _return(_KILL),  # a call by the numbers of another architecture
+        _return(_KILL),  # a call with another architecture's numbers
         (_LOAD, 0, 0, _NUMBER),
     ]
     for number, own in calls.items():
@@ -133,11 +133,11 @@ def _install(program: bytes, flags: int, seccomp: int) -> int:
 
 
 def supervise_threads() -> int:
-    """Makes every new thread wait for its supervisor; returns the descriptor where it answers.
+    """Makes every new thread wait for the supervisor; returns the descriptor for its answers.
 
     Raises:
       UnknownMachineError: there is no list for this processor.
-      OSError: the kernel has no such filters (Linux 5.5 and later have).
+      OSError: the kernel lacks such filters (needs Linux 5.5).
     """
     mark, numbers = _machine()
     program = _program(mark, {numbers["clone"]: _if_thread(_SUPERVISE, _ALLOW)}, _ALLOW)
@@ -145,7 +145,7 @@ def supervise_threads() -> int:
 
 
 def restrict() -> None:
-    """Allows no system call from here on but those of the list.
+    """From here on allows only the system calls of the list.
 
     Raises:
       UnknownMachineError, OSError: as above.
@@ -165,7 +165,7 @@ def restrict() -> None:
         numbers["prctl"]: _if_in(0, _PRCTL),
         numbers["prlimit64"]: _if_null(2),  # no new limits
         numbers["clone"]: _if_thread(_ALLOW, _ERROR | _EPERM),
-        # Its flags lie in memory, which a filter does not see. libc then uses clone.
+        # Its flags lie in memory, which a filter cannot read; libc falls back to clone.
         numbers["clone3"]: [_return(_ERROR | _ENOSYS)],
     }
     _install(_program(mark, calls, _ERROR | _EPERM), 0, numbers["seccomp"])

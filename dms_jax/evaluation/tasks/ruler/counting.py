@@ -13,20 +13,20 @@ from dms_jax.evaluation.tasks.ruler.formats import COMMON_WORDS, FREQUENT_WORDS,
 COMMON = 10  # words to find in a list
 SHORT = 4096  # lists of shorter contexts repeat words less often
 _CODE_LETTERS = 6
-_TOKENS_A_CODE = 50  # tokens of the context for each different coded word
+_TOKENS_A_CODE = 50  # context tokens per different coded word
 _ZETA = math.pi**2 / 6  # of RULER's alpha = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class CommonWords(Family):
-    """A numbered list in which ten words stand more often than the others, after a worked example.
+    """A numbered list in which ten words occur more often than the others, after a worked example.
 
     The size is the number of different words.
 
     Attributes:
-      words: those to draw from.
-      length: tokens of the whole, which decide how often words repeat.
-      seed: seed of the order of a list, one for all problems as in RULER.
+      words: the words to draw from.
+      length: tokens of prompt and answer, which decide how often words repeat.
+      seed: seed of the list's order, one for all problems as in RULER.
     """
 
     format = COMMON_WORDS
@@ -71,13 +71,13 @@ class CommonWords(Family):
 
 @dataclasses.dataclass(frozen=True)
 class FrequentWords(Family):
-    """Coded words as often as a zeta distribution has them; the most frequent one is noise, "...".
+    """Coded words with zeta-distributed frequencies; the most frequent one is noise, "...".
 
-    The size is the number of words that the shares are taken of: the word of rank k stands
-    int(size * k^-2 / zeta(2)) times.
+    The size is the nominal number of words: the word of rank k occurs int(size * k^-2 / zeta(2))
+    times.
 
     Attributes:
-      codes: different coded words.
+      codes: number of different coded words.
       seed: seed of the ranks and of the order, one for all problems as in RULER.
     """
 
@@ -88,10 +88,10 @@ class FrequentWords(Family):
 
     @classmethod
     def of_length(cls, length: int, seed: int) -> "FrequentWords":
-        """The task of so many tokens.
+        """The task of `length` tokens.
 
         Raises:
-          ConfigError: they are too few for four coded words.
+          ConfigError: the length is too small for four coded words.
         """
         codes = (length - cls.format.answer_tokens) // _TOKENS_A_CODE
         if codes < 4:
@@ -103,7 +103,7 @@ class FrequentWords(Family):
 
     @property
     def least(self) -> int:
-        return 60  # the fourth rank stands once and less often than the third
+        return 60  # the fourth rank occurs once, and less often than the third
 
     def fill(self, rng: random.Random, size: int, number: int) -> Filled:
         del number

@@ -1,8 +1,8 @@
-"""What RULER's problems are filled with: words and an essay, ours or those of files.
+"""The text that fills RULER's problems: words and an essay, ours or from files.
 
-RULER takes words from the package wonderwords and downloads Paul Graham's essays. Neither is ours
-to ship. Unless files are given, keys come from our adjectives and nouns, words to count from the
-vocabulary of the shipped novels, and the essay is the part of the novels that nothing trains on.
+RULER takes words from the package wonderwords and downloads Paul Graham's essays; we cannot ship
+either. Unless files are given, keys come from our adjectives and nouns, words to count from the
+vocabulary of the shipped novels, and the essay from the part of the novels held out from training.
 """
 
 import collections
@@ -19,10 +19,10 @@ from dms_jax.errors import DataError
 
 Path = str | pathlib.Path
 
-LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")  # of wonderwords
+LISTS = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")  # files of wonderwords
 _WORD = re.compile(r"(?<![\w'\u2019-])[a-z]{3,}(?![\w'\u2019-])")
-_LEAST_KEYS = 40  # as many as there must be words
-_LEAST_USES = 2  # in the novels, for a word to be counted as one
+_LEAST_KEYS = 40  # the same minimum as for words
+_LEAST_USES = 2  # occurrences in the novels of a usable word
 _SENTENCE_END = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?]['\"\u201d\u2019)\]]))(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.) +"
     r"(?=[A-Z\"'\u201c\u2018(\[])"
@@ -35,7 +35,7 @@ class Words:
 
     Attributes:
       first, second: the parts of a key, "first-second".
-      counted: different words to be counted, in order.
+      counted: different words for the counting tasks, in order.
     """
 
     first: tuple[str, ...]
@@ -44,7 +44,7 @@ class Words:
 
 
 def read_words(path: Path | None) -> Words:
-    """The words of a file, one a line; of a folder with the lists of wonderwords; or ours.
+    """The words of a file (one per line), of a folder with wonderwords' lists, or ours.
 
     Raises:
       DataError: it cannot be read, or holds fewer than 40 words or keys.
@@ -103,9 +103,9 @@ def split_words(text: str) -> tuple[str, ...]:
 def sentences(text: str) -> list[str]:
     """Splits a text into sentences, without the spaces between them.
 
-    RULER splits with NLTK's model of English. This is a rule instead: a sentence ends in a full
-    stop, question or exclamation mark, perhaps closed by a quotation mark or bracket, before a
-    capital letter or an opening mark; and not after Mr., Mrs., Dr. or St.
+    RULER splits with NLTK's model of English; this uses a rule: a sentence ends in a full stop,
+    question or exclamation mark, perhaps closed by a quotation mark or bracket, before a capital
+    letter or an opening mark, but not after Mr., Mrs., Dr. or St.
     """
     return _SENTENCE_END.split(text)
 

@@ -1,4 +1,4 @@
-"""The texts and settings of RULER's 13 tasks, and what fills them (`Family`).
+"""The texts and settings of RULER's 13 tasks, and the classes that fill them (`Family`).
 
 The templates, answer prefixes, needle, noise and settings below are those of RULER (Hsieh et al.,
 arXiv 2404.06654; github.com/NVIDIA/RULER at c3f5e3b: `scripts/data/synthetic/constants.py`, `niah.py`,
@@ -10,7 +10,7 @@ arXiv 2404.06654; github.com/NVIDIA/RULER at c3f5e3b: `scripts/data/synthetic/co
     or conditions of any kind, either express or implied.
 """
 
-# ruff: noqa: E501 - the texts stand as they are published
+# ruff: noqa: E501 - texts as published
 
 import abc
 import dataclasses
@@ -43,7 +43,7 @@ class Format:
     Attributes:
       template: the question.
       answer_prefix: the beginning of the answer, after the chat template.
-      answer_tokens: tokens that are generated.
+      answer_tokens: the most tokens to generate.
     """
 
     template: str
@@ -56,7 +56,7 @@ NEEDLES = Format(
     " The special magic {type_needle_v} for {query} mentioned in the provided text are",
     128,
 )
-# Where one value is asked for, the words of both texts are replaced in this order.
+# If one value is asked for, words of both texts are replaced in this order.
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -89,12 +89,12 @@ Kind = Literal["words", "numbers", "uuids"]
 
 @dataclasses.dataclass(frozen=True)
 class NeedleSettings:
-    """What is hidden in what, and what is asked.
+    """The needles, their haystack, and the question.
 
     Attributes:
       haystack: repeated sentences, an essay, or other needles.
-      key, value: kinds of what a needle names.
-      keys, values, queries: how many keys, values of each, and keys in the question.
+      key, value: kinds of key and value (words, numbers, UUIDs).
+      keys, values, queries: number of keys, of values per key, and of keys in the question.
     """
 
     haystack: Haystack
@@ -121,12 +121,12 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """A template that was filled.
+    """A filled template.
 
     Attributes:
       prompt: the question.
       answer_prefix: the beginning of the answer.
-      solution: what follows it.
+      solution: the text that completes it.
       answers: the references.
     """
 
@@ -161,7 +161,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def found(self, completion: str) -> list[str]:
-        """What could be answers in a completion, in order."""
+        """Candidate answers in a completion, in order."""
 
     def score(self, completion: str, answers: tuple[str, ...]) -> float:
         """RULER's `string_match_all`: the share of the references that occur, ignoring case."""

@@ -31,9 +31,9 @@ class Needles(Family):
     """Needles in an essay, in repeated sentences, or among needles of other keys.
 
     Attributes:
-      settings: what is hidden in what.
+      settings: kinds and numbers of needles, and the haystack.
       words: the words that keys are made of.
-      essay: the words of the essay, repeated where a context is longer.
+      essay: the words of the essay, repeated in longer contexts.
       seed: seed of the order of the needles, one for all problems as in RULER.
       depth: percent of the haystack before the needle; None for RULER's random depths.
     """
@@ -52,7 +52,7 @@ class Needles(Family):
 
     @property
     def most(self) -> int | None:
-        """Other needles take at most half of the keys that there are."""
+        """Other needles use at most half of all keys."""
         if (self.settings.haystack, self.settings.key) != ("needle", "words"):
             return None
         return len(set(self.words.first)) * len(set(self.words.second)) // 2
@@ -92,7 +92,7 @@ class Needles(Family):
         return _PATTERNS[self.settings.value].findall(completion)
 
     def _new_key(self, rng: random.Random, known: Container[str]) -> str:
-        """Another key than those known. RULER's may repeat, which makes a question ambiguous."""
+        """A new key. RULER's may repeat an old one, which makes a question ambiguous."""
         while (key := _drawn(rng, self.settings.key, self.words)) in known:
             pass
         return key
@@ -103,7 +103,7 @@ class Needles(Family):
     def _in_essay(self, rng: random.Random, needles: list[str], size: int) -> str:
         """The first words of the essay, with a needle at each of several depths.
 
-        Parts between needles may be empty, and are then still joined by a space.
+        Parts between needles may be empty; they are still joined by a space.
         """
         repeats = -(-size // len(self.essay))
         parts = sentences(" ".join((list(self.essay) * repeats)[:size]).strip())

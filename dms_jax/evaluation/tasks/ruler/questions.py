@@ -21,13 +21,13 @@ from dms_jax.evaluation.tasks.ruler.formats import DOCUMENT, QUESTIONS, Family, 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question with what it is answered from.
+    """A question with its documents.
 
     Attributes:
       text: the question.
-      answers: the references, any of which is right.
-      documents: indices of the documents that belong to it.
-      more: indices of others on its subject, which fill a context first.
+      answers: the references, each of which is right.
+      documents: indices of the documents that answer it.
+      more: indices of other documents on its subject, which fill a context first.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Questions(Family):
             )
         question = self.questions[number]
         if size < len(self.documents):
-            used = [self.documents[index] for index in self._around(rng, question, size)]
+            used = [self.documents[index] for index in self._context_documents(rng, question, size)]
         else:
             repeats = -(-size // len(self.documents))
             used = (list(self.documents) * repeats)[:size]
@@ -77,7 +77,7 @@ class Questions(Family):
             question.answers,
         )
 
-    def _around(self, rng: random.Random, question: Question, size: int) -> list[int]:
+    def _context_documents(self, rng: random.Random, question: Question, size: int) -> list[int]:
         """The question's documents, those on its subject, then any others."""
         own, more = list(question.documents), list(question.more)
         if size - len(own) <= len(more):
@@ -99,7 +99,7 @@ def read_squad(path: pathlib.Path, seed: int) -> Questions:
     """The questions of SQuAD 2.0 that have answers, among the paragraphs of all articles.
 
     Raises:
-      DataError: the file is of another form.
+      DataError: the file has another format.
     """
     with _named(path, "SQuAD"):
         articles = [
@@ -129,7 +129,7 @@ def read_hotpotqa(path: pathlib.Path, seed: int) -> Questions:
     """The questions of HotpotQA, each with its ten documents, two of which answer it.
 
     Raises:
-      DataError: the file is of another form.
+      DataError: the file has another format.
     """
     with _named(path, "HotpotQA"):
         records = [
@@ -159,7 +159,7 @@ def _data(path: pathlib.Path) -> Any:
 
 @contextlib.contextmanager
 def _named(path: pathlib.Path, name: str) -> Iterator[None]:
-    """Names the file where a record of it is of another form."""
+    """Turns errors in a malformed record into a DataError that names the file."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -3,21 +3,21 @@
     evaluate(model, RULER("niah_single_2", length=4096), sampling=Sampling(temperature=0))
     evaluate(model, ruler_tasks(4096, squad="dev-v2.0.json"), sampling=Sampling(temperature=0))
 
-The length is that of the prompt, as the model reads it, and of the longest answer (128 tokens for
-needles, 30, 120 and 50 for `vt`, `cwe` and `fwe`, 32 for questions), in tokens of the model. A
-context is the largest that fits, or within half a percent of it (`largest_size`): a search finds
-the size for one problem of the task, and the others go on from there.
+The length counts the prompt, as the model reads it, and the longest answer (128 tokens for needles,
+30, 120 and 50 for `vt`, `cwe` and `fwe`, 32 for questions), in tokens of the model. The context is
+the largest that fits, or within half a percent of it (`largest_size`): a search finds the size for
+one problem of the task, and the others start from there.
 
-Formats, settings and scores are RULER's. What differs, beside the filling (`filling.py`):
+Formats, settings and scores are RULER's. Differences, besides the filling text (`filling.py`):
 
-- The problems are not those of RULER's seed 42: each is drawn from the seed, the split and its
-  number alone. RULER has no splits; here they are different draws, of `qa` the same questions.
-- RULER's search goes in steps (500 words of an essay): its prompts are often shorter by up to a
-  step, and no context is smaller than one. Ours come closer to the length.
+- The problems are not those of RULER's seed 42: each depends only on the seed, the split and its
+  number. RULER has no splits; here splits are different draws (of the same questions for `qa`).
+- RULER searches in steps (500 words of an essay), so its prompts are often shorter by up to a step,
+  and no context is smaller than a step. Ours come closer to the length.
 - Keys, and values of variables, differ within a problem. In RULER two may be the same by chance.
-- In a chat the whole of a problem is the user's turn, worked examples included, and the answer
-  prefix begins the assistant's. RULER repeats its model template around the example of `cwe`, and
-  its replacement of "are" by "is" changes the template too.
+- In a chat the user's turn is the whole problem, worked examples included, and the answer prefix
+  starts the assistant's. RULER repeats its model template around the example of `cwe`, and its
+  replacement of "are" by "is" also changes the template.
 
 RULER decodes greedily, and reports the mean over tasks in percent.
 """
@@ -43,7 +43,7 @@ from dms_jax.evaluation.tasks.ruler.tracking import EXAMPLE_TOKENS, Tracking
 
 SEED = 42  # RULER's
 DEFAULT_LENGTH = 4096
-CLOSE = 200  # a context is large enough within this part of the length
+CLOSE = 200  # a context is large enough within 1 / CLOSE of the length
 _FILES = {"qa_1": "SQuAD's dev-v2.0.json", "qa_2": "HotpotQA's hotpot_dev_distractor_v1.json"}
 
 Measure = Callable[[Problem], int]
@@ -58,13 +58,13 @@ class RULER(Task):
         fwe, qa_1 or qa_2.
       length: the most tokens of a prompt and its answer.
       essays: file of the essay: JSON with "text", or plain text. The shipped novels unless given.
-      words: file of words, one a line, or a folder with the lists of wonderwords (its `assets`).
+      words: file of words, one per line, or a folder with wonderwords' lists (its `assets`).
       questions: SQuAD's dev-v2.0.json for qa_1, HotpotQA's hotpot_dev_distractor_v1.json for qa_2.
       chains, hops: chains and hops of vt. The DMS paper takes 40 and 0, without the worked example.
-      worked_example: whether one precedes the question of vt, as in RULER.
+      worked_example: whether a worked example precedes the question of vt, as in RULER.
       depth: percent of the haystack before a single needle; None for RULER's random depths.
       seed: seed of the problems.
-      measure: function that returns the tokens of a problem; `evaluate` gives that of the model.
+      measure: function that returns the tokens of a problem; `evaluate` sets the model's.
     """
 
     task: RulerName
@@ -103,20 +103,20 @@ class RULER(Task):
         return self.task
 
     def fitted(self, measure: Measure) -> "RULER":
-        """The task for a model: `measure` returns the tokens of a problem as the model reads it."""
+        """The task for a model; `measure` returns the tokens of a problem as the model reads it."""
         return dataclasses.replace(self, measure=measure)
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Returns problem `index` of a split, which is always the same.
+        """Returns problem `index` of a split, deterministically.
 
         Raises:
-          ConfigError: no model was given, there is no such split, or the smallest context is longer
-            than the length.
-          DataError: there is no such question, or a file cannot be read.
+          ConfigError: no model was given, the split is unknown, or the smallest context exceeds the
+            length.
+          DataError: the question does not exist, or a file cannot be read.
         """
         split = check(f"{self.name}: split", split, Split)
         index = check(f"{self.name}: problem", index, Whole)
-        return self._fitted(split, index, _probed(self))[1]
+        return self._fit(split, index, _probe_size(self))[1]
 
     def draw(self, rng: random.Random) -> Problem:
         """Any problem of the test split."""
@@ -124,8 +124,8 @@ class RULER(Task):
         return self.problem("test", rng.randrange(len(number)))
 
     def answer(self, completion: str) -> str | None:
-        """The first different answers, as many as were asked for, in order of the alphabet."""
-        found = list(dict.fromkeys(self.family.found(completion)))[: self._wanted]
+        """The first distinct answers, as many as asked for, sorted alphabetically."""
+        found = list(dict.fromkeys(self.family.found(completion)))[: self._num_answers]
         return " ".join(sorted(found)) if found else None
 
     def score(self, problem: Problem, completion: str) -> float:
@@ -141,7 +141,7 @@ class RULER(Task):
 
     @functools.cached_property
     def family(self) -> Family:
-        """What fills the templates, with its words and texts read.
+        """The task's `Family`, with words and texts loaded.
 
         Raises:
           DataError: a file cannot be read.
@@ -161,14 +161,14 @@ class RULER(Task):
         return read(pathlib.Path(self.questions or ""), self.seed)
 
     @property
-    def _wanted(self) -> int:
-        """How many answers a problem has."""
+    def _num_answers(self) -> int:
+        """The number of answers of a problem."""
         if settings := NEEDLE_TASKS.get(self.task):
             return settings.values * settings.queries
         return {"vt": self.hops + 1, "cwe": COMMON, "fwe": 3}.get(self.task, 1)
 
-    def _posed(self, split: str, index: int, size: int) -> Problem:
-        """Problem `index` with a context of `size`; the same draws come first whatever the size."""
+    def _make_problem(self, split: str, index: int, size: int) -> Problem:
+        """Problem `index` with a context of `size`; its first draws do not depend on the size."""
         rng = random.Random(f"RULER {self.task} {self.seed} {split} {index}")
         filled = self.family.fill(rng, size, index)
         return Problem(
@@ -180,12 +180,12 @@ class RULER(Task):
             answer_tokens=self.family.format.answer_tokens,
         )
 
-    def _fitted(self, split: str, index: int, start: int) -> tuple[int, Problem]:
+    def _fit(self, split: str, index: int, start: int) -> tuple[int, Problem]:
         """The size of a problem's context, and the problem."""
         made: dict[int, Problem] = {}
 
         def count(size: int) -> int:
-            made[size] = self._posed(split, index, size)
+            made[size] = self._make_problem(split, index, size)
             return self._tokens(made[size])
 
         bounds = Bounds(self.length, self.family.least, self.family.most)
@@ -224,7 +224,7 @@ def ruler_tasks(
     words: Path | None = None,
     seed: int = SEED,
 ) -> list[RULER]:
-    """RULER's tasks at a length: all 13, or those whose data is there.
+    """RULER's tasks at a length: all 13, or those whose data is given.
 
     Args:
       length: the most tokens of a prompt and its answer.
@@ -241,17 +241,17 @@ def ruler_tasks(
 
 
 @functools.lru_cache(maxsize=256)
-def _probed(task: RULER) -> int:
-    """The size of a context that fits, from a problem outside every split."""
-    return task._fitted("probe", 0, task.family.least)[0]
+def _probe_size(task: RULER) -> int:
+    """The size of a context that fits, found on a problem outside every split."""
+    return task._fit("probe", 0, task.family.least)[0]
 
 
 @functools.lru_cache(maxsize=256)
 def _example_size(task: RULER) -> int:
-    """Repetitions of noise in the worked example of `vt`, which has 500 tokens at most.
+    """Repetitions of noise in the worked example of `vt`, which has at most 500 tokens.
 
     Raises:
-      ConfigError: its chains alone have more.
+      ConfigError: its chains alone take more tokens.
     """
     tracking, measure = task.family, task._counter
     assert isinstance(tracking, Tracking)
@@ -271,7 +271,7 @@ def _example_size(task: RULER) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The sizes to choose from.
+    """The range of sizes to choose from.
 
     Attributes:
       length: the most tokens.
@@ -291,13 +291,13 @@ class Bounds:
 def largest_size(count: Callable[[int], int], bounds: Bounds, start: int) -> int | None:
     """Returns a size that fits, the largest or one within half a percent of the length; or None.
 
-    Counting tokens takes the time, so few sizes are looked at. Tokens grow about in proportion to
-    the size: the next size is where a line through the two nearest known ones meets the length.
-    Every fourth lies in the middle, in case the line misleads.
+    Counting tokens is slow, so few sizes are tried. Tokens grow roughly in proportion to the size:
+    the next size is where a line through the two nearest known sizes meets the length. Every fourth
+    try bisects, in case the line misleads.
 
     Args:
       count: function that returns the tokens of a size.
-      bounds: the length, and the sizes to look at.
+      bounds: the length, and the range of sizes.
       start: the size to begin with.
     """
     length = bounds.length
@@ -323,7 +323,7 @@ def largest_size(count: Callable[[int], int], bounds: Bounds, start: int) -> int
             before, fewest = below[-2] if len(below) > 1 else (0, 0)
             growth = (low - before) / max(1, fewer - fewest)
             size = bounds.clipped(low + max(1, int((length - fewer) * growth)))
-        else:  # what does not depend on the size makes the line too steep: twice as far
+        else:  # tokens independent of the size make the line too steep: go twice as far
             high, more = above[-1]
             size = bounds.clipped(high - 2 * math.ceil(high * (more - length) / more))
     raise AssertionError

@@ -9,20 +9,21 @@ from collections.abc import Callable
 
 from dms_jax.evaluation.tasks.ruler.formats import NOISE, TRACKING, Family, Filled
 
-EXAMPLE_TOKENS = 500  # of the worked example
+EXAMPLE_TOKENS = 500  # the most tokens of the worked example
 _EXAMPLE_HOPS = 10  # the most in the worked example
-_VARIABLE, _EXAMPLE_VARIABLE = 5, 3  # letters of a name
+_VARIABLE, _EXAMPLE_VARIABLE = 5, 3  # letters per name
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracking(Family):
-    """Chains of assignments; the question is for the value of the first.
+    """Chains of assignments; the question asks for all variables with the value of the first chain.
 
     Attributes:
       chains: chains in the text.
-      hops: assignments of one variable to another in each.
-      seed: seed of the places in the worked example, the same for all problems as in RULER.
-      example: function that returns the repetitions of noise in the worked example; None for none.
+      hops: assignments of one variable to another per chain.
+      seed: seed of the positions in the worked example, one for all problems as in RULER.
+      example: function that returns the repetitions of noise in the worked example; None without
+        one.
     """
 
     format = TRACKING
@@ -38,22 +39,22 @@ class Tracking(Family):
 
     def fill(self, rng: random.Random, size: int, number: int) -> Filled:
         del number
-        asked = self._posed(rng, rng, size, self.hops, _VARIABLE)
+        asked = self._build(rng, rng, size, self.hops, _VARIABLE)
         if self.example is None:
             return asked
         shown = self.worked(rng, self.example())
         return dataclasses.replace(asked, prompt=f"{shown}\n\n{asked.prompt}")
 
     def worked(self, rng: random.Random, size: int) -> str:
-        """A worked example: its lines stand where the seed says, names and values are drawn."""
+        """A worked example: the seed fixes where its lines stand; names and values are drawn."""
         hops, places = min(self.hops, _EXAMPLE_HOPS), random.Random(f"vt example {self.seed}")
-        shown = self._posed(rng, places, size, hops, _EXAMPLE_VARIABLE)
+        shown = self._build(rng, places, size, hops, _EXAMPLE_VARIABLE)
         return f"{shown.prompt}{shown.answer_prefix} {shown.solution}"
 
     def found(self, completion: str) -> list[str]:
         return re.findall(rf"\b[A-Z]{{{_VARIABLE}}}\b", completion)
 
-    def _posed(
+    def _build(
         self, rng: random.Random, places: random.Random, size: int, hops: int, letters: int
     ) -> Filled:
         count = hops + 1
