@@ -66,7 +66,8 @@ _ran: set[int] = set()  # the process ids of this process and its parents that r
 def check_process() -> None:
     """Raises ConfigError in a fork of a process that called this; call it before jax's programs.
 
-    jax's threads do not survive a fork, so its programs would hang.
+    jax's threads do not survive a fork, so its programs would hang. If only other code ran jax
+    before the fork, jax itself warns at the fork.
     """
     _ran.add(os.getpid())
     if len(_ran) > 1:

@@ -1,4 +1,4 @@
-"""How the settings of a run that is resumed differ from those that it began with, for a message."""
+"""Describe how the settings of a resumed run differ from its first ones, for a message."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +16,8 @@ def difference(saved: Mapping[str, Any], given: Mapping[str, Any], name: str) ->
     # In: {"seed": 0}, {"seed": 1}, "seed"      Out: "`seed` 0, not 1"
     """
     found = list(_changes(saved.get(name), given.get(name), name))
+    if not found:  # a field that only one of them has, and is None there
+        return f"`{name}`"
     if not all(isinstance(each.get(name), dict) for each in (saved, given)):
         return found[0]
     more = ", ..." if len(found) > _MOST_CHANGES else ""

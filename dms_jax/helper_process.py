@@ -99,6 +99,7 @@ class Helpers:
 
     Attributes:
       idle: the processes that wait for a question.
+      busy: the processes that answer one.
     """
 
     def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, count: int):
@@ -117,10 +118,12 @@ class Helpers:
         """
         with self._places:
             running = self._take()
+            self.busy.add(running)
             reply: dict[str, Any] = {"spent": True}  # an interrupt leaves half a line in the pipe
             try:
                 reply = running.ask(question.encode("ascii") + b"\n", self.seconds)
             finally:
+                self.busy.discard(running)
                 if "spent" in reply:
                     running.close()
                 else:
@@ -135,10 +138,13 @@ class Helpers:
         return Running(self.program, self.arguments)
 
     def close(self) -> None:
-        """End the processes that are idle; the next question starts another one."""
+        """Kill the processes; the next question starts another one."""
         while self.idle:
             self.idle.pop().close()
+        for running in tuple(self.busy):  # its question gets an error
+            running.process.kill()
 
     def forget(self) -> None:
         """Drop the processes after a fork, because they belong to the parent."""
-        self._places, self.idle = threading.Semaphore(self._count), list[Running]()
+        self._places = threading.Semaphore(self._count)
+        self.idle, self.busy = list[Running](), set[Running]()

@@ -10,9 +10,9 @@ LINE_SECONDS = 10.0
 
 
 class Lines:
-    """Writes lines of progress to standard error where no terminal shows a bar.
+    """Writes lines of progress to standard error, for when no terminal shows a bar.
 
-    There are `LINE_SECONDS` between two lines, and before the first; those between are left out.
+    Writes at most one line every `LINE_SECONDS`, the first after that time, and drops the others.
     """
 
     def __init__(self):
@@ -27,7 +27,8 @@ class Lines:
 
 def has_bar(console: Console) -> bool:
     """Whether a console can show a bar, and needs no `Lines`."""
-    return console.is_terminal or console.is_jupyter
+    # rich calls a file a terminal if FORCE_COLOR is set.
+    return console.is_jupyter or (console.is_terminal and console.file.isatty())
 
 
 def console_for_progress(*, stderr: bool = False) -> Console:

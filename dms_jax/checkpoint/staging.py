@@ -15,9 +15,12 @@ import pathlib
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 
 from dms_jax.file_lock import lock
+
+_TRIES = 10  # of `restore`, while another process holds the lock
 
 
 @contextlib.contextmanager
@@ -48,10 +51,20 @@ def remove_leftovers(target: pathlib.Path) -> None:
 
 def restore(target: pathlib.Path) -> None:
     """Restore the old checkpoint if a save to this target was killed between its renames."""
-    if not os.path.lexists(target):
-        with contextlib.suppress(OSError):  # no permission: the target stays missing
+    with contextlib.suppress(OSError):  # no permission: the target stays missing
+        for _ in range(_TRIES):
+            if os.path.lexists(target) or not _moved_away(target):
+                return
             for stage in _unlocked_stages(target):
                 _move_back(stage, target)
+            if not os.path.lexists(target):  # another process is about to move it back
+                time.sleep(0.05)
+
+
+def _moved_away(target: pathlib.Path) -> bool:
+    """Whether a save to this target has moved the old checkpoint to its staging directory."""
+    stages = target.parent.iterdir() if target.parent.is_dir() else ()
+    return any(_is_stage(stage, target) and (stage / "old").is_dir() for stage in stages)
 
 
 def _move_back(stage: pathlib.Path, target: pathlib.Path) -> None:

@@ -1,7 +1,7 @@
-"""Errors of the library in the words of the command line: an option in place of an argument.
+"""Rewrite the library's errors so that they name options of a command, not arguments.
 
-Two places of a message name an argument: what is in backquotes, and the beginning of an error that
-carries it (`DmsJaxError.argument`). The rest stays, for it quotes paths and texts:
+A message names an argument in two places: in backquotes, and at its start if the error carries the
+argument (`DmsJaxError.argument`). The rest may quote paths and texts, so it is left alone:
 
     # In: "... (`batch_size` 4, not 2) ... `restart_from=6`"    "Sampling: top_p must be ..."
     # Out: "... (--batch-size 4, not 2) ... --restart-from 6"   "--top-p must be ..."
@@ -16,36 +16,33 @@ import tyro
 
 from dms_jax.errors import DmsJaxError
 
-# Whose arguments are options of the same name; others, such as those of tasks, may mean another.
+# Owners whose arguments are options of the same name. Arguments of others, such as tasks, may mean
+# something else.
 _OWNERS = (
     *("", "Sampling", "EngineOptions", "Serving", "Recipe", "Stage", "LowRank", "RunOptions"),
     *("recipes", "dms_self_taught", "evaluate", "evaluate_choices", "hyperscale", "plan"),
 )
-_ARGUMENTS = {"memory_gb": "memory"}  # of options that are named otherwise
+_ARGUMENTS = {"memory_gb": "memory"}  # option -> an argument with another name
 _NAMED = re.compile(r"`(\w+)(?:=([^`]+))?`")
-_POLICY = re.compile(r"\bpolicy \([^()]*\)")  # what `differences` says of one
+_POLICY = re.compile(r"\bpolicy \([^()]*\)")  # the differences of a policy (`differences`)
 _CHANGED = re.compile(r"`(\w+)` (?=\S)")
 
 
 @contextlib.contextmanager
 def spelled_as_options(settings: type) -> Iterator[None]:
-    """Raises errors that name arguments with the options of these settings instead."""
+    """Rewrites errors of the block to name the options of these settings."""
     try:
         yield
     except DmsJaxError as error:
-        text = spelled(error, options_of(settings))
-        if text == str(error):
-            raise
-        told = type(error)(text)
-        told.finished = error.finished
-        raise told from error
+        error.args = (spelled(error, options_of(settings)),)
+        raise
 
 
 def options_of(settings: type) -> dict[str, str]:
-    """Returns the option of each argument that a dataclass of settings has a field for.
+    """Returns argument -> option for the fields of a dataclass of settings.
 
-    # Out: {"top_p": "--top-p", ...}; of a dataclass within, "problems": "--solve.problems", and
-    #      the name itself where two of them have it
+    # Out: {"top_p": "--top-p", ...}; for a nested dataclass "problems": "--solve.problems", and the
+    #      name itself if two nested dataclasses have it
     """
     found: dict[str, str] = {}
     for field in dataclasses.fields(settings):
@@ -67,7 +64,7 @@ def spelled(error: DmsJaxError, options: Mapping[str, str]) -> str:
         option = error.argument
     if option is not None and text.startswith(error.argument):
         must, got, rest = text.removeprefix(error.argument).partition(", got ")
-        must = must.replace(" None or", "").replace(" or None", "")  # nobody types it
+        must = must.replace(" None or", "").replace(" or None", "")  # not something to type
         text = f"{option}{must}{got}{rest}"
     if "options" in options:
         text = _POLICY.sub(lambda part: _CHANGED.sub(r"--options \1=", part[0]), text)
@@ -75,7 +72,7 @@ def spelled(error: DmsJaxError, options: Mapping[str, str]) -> str:
 
 
 def _option(found: re.Match[str], options: Mapping[str, str]) -> str:
-    """Returns an argument in backquotes as an option, or as it is if there is none."""
+    """Returns the option of an argument in backquotes; unchanged if there is none."""
     name, value = found.groups()
     if name not in options:
         return found[0]

@@ -134,15 +134,19 @@ _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _Placed = Iterator[tuple[str, dict[str, Any]]]  # fields, and where in the file they stand
 
 
+_TABLES = (".parquet", ".arrow")  # not compressed with gzip
+
+
 def _unpacked_name(path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(path.name.removesuffix(".gz"))
+    unpacked = pathlib.Path(path.name.removesuffix(".gz"))
+    return path if unpacked.suffix in _TABLES else unpacked
 
 
 def _read(path: pathlib.Path, columns: Sequence[str] | None) -> _Placed:
     suffix = _unpacked_name(path).suffix
     if suffix not in _SUFFIXES:
         raise DataError(f"{path} ends in none of {', '.join(_SUFFIXES)}.")
-    if suffix in (".parquet", ".arrow"):
+    if suffix in _TABLES:
         return ((f"row {i}", fields) for i, fields in enumerate(open_table(path).to_pylist()))
     try:
         text = map_text(path)[:].decode("utf-8-sig")

@@ -68,7 +68,8 @@ GPU_STEP_OPTIONS: dict[str, Any] = GPU_OPTIONS | {
 ON_GPU_STEP: dict[str, Any] = {"block": 16}
 
 
-# The settings of jax that change programs of generation.
+# The jax settings that change programs of generation, read at every call. Changing another setting
+# takes effect only in programs that are not compiled yet.
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -172,7 +173,9 @@ class Program:
 
         def make() -> None:
             if key is None:
-                lowered.compile()  # jax finds it when it is called
+                compiled = lowered.compile()
+                if signature is not None:
+                    self._ready[signature] = compiled
                 return
             with compilation.without_jax_cache():
                 compiled, anew = compilation.compile_anew(lowered)

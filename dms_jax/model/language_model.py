@@ -145,7 +145,7 @@ class LanguageModel:
                     "this model, whose programs are compiled for that. Convert it, or make a new "
                     "engine."
                 )
-            held[path] = held[path].replace(_placed_as(new, old))
+            held[path] = held[path].replace(jax.device_put(new, old.sharding))
         transformer = nnx.merge(graph, nnx.from_flat_state(list(held.items())))
         return dataclasses.replace(self, transformer=transformer)
 
@@ -265,17 +265,6 @@ class LanguageModel:
             pages, most = (-(-count // QUEST_PAGE_SIZE) for count in (slots, num_tokens))
             width = min(few_sizes(pages), most)
             return _logits_through_cache(self.transformer, tokens, prompts, policy, width=width)
-
-
-def _placed_as(given: Array | np.ndarray, old: Array) -> Array:
-    """Returns an array that a program takes in the place of another without a compilation."""
-    if old.committed:
-        return jax.device_put(given, old.sharding)
-    # A program compiled for an uncommitted array is compiled again for a committed one, such as a
-    # trainer's on one device of several. Only a copy through the host makes it uncommitted.
-    if isinstance(given, jax.Array) and given.committed:
-        given = np.asarray(given)
-    return jax.device_put(given)
 
 
 # Quest's published page size; it has no effect on other policies. `generate` takes it as an option.

@@ -12,6 +12,7 @@ from dms_jax.command_line import demo, evaluate, generate, retrofit
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.spelling import options_of, spelled, spelled_as_options
 from dms_jax.evaluation.journal import Journal
+from dms_jax.generation.requests import NotNumbersError
 
 
 def test_arguments_in_backquotes_become_options():
@@ -25,6 +26,21 @@ def test_arguments_in_backquotes_become_options():
         "another policy (--options window=8, not 9), recipe (--batch-size 4, not 2). Give "
         "--restart-from 6, --remat auto, or another --out; `hidden_size` stays."
     )
+
+
+def test_error_keeps_its_class_and_attributes():
+    error = NotNumbersError("Logits are NaN; give `dtype=float32`.", indices=[3])
+    error.finished = {0: "done"}
+    with pytest.raises(NotNumbersError) as caught, spelled_as_options(generate.Config):
+        raise error
+    assert str(caught.value) == "Logits are NaN; give --dtype float32."
+    assert (caught.value.indices, caught.value.finished) == (error.indices, error.finished)
+
+
+def test_settings_of_another_version_differ_by_a_field_without_value(tmp_path):
+    Journal(tmp_path, {"tasks": [{"name": "gsm8k"}]}).close()
+    with pytest.raises(dms_jax.DataError, match="answers of other settings: `tasks`"):
+        Journal(tmp_path, {"tasks": [{"name": "gsm8k", "split": None}]})
 
 
 def test_a_resumed_evaluation_is_told_the_option_that_differs(tmp_path):

@@ -21,8 +21,10 @@ def test_a_notebook_without_widgets_gets_lines(capsys, monkeypatch):
     )
 
 
-def test_a_file_gets_a_line_in_ten_seconds(capsys, monkeypatch):
-    """Of runs that follow each other, too; a minute without a word looked like a hang."""
+@pytest.mark.parametrize("colour", ["", "1"])
+def test_a_file_gets_a_line_every_ten_seconds(capsys, monkeypatch, colour):
+    """Across runs, too; a silent minute looked like a hang."""
+    monkeypatch.setenv("FORCE_COLOR", colour)  # with it, rich calls every file a terminal
     now = itertools.count(0.0, 4.0)
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(progress, "_lines", terminal.Lines())

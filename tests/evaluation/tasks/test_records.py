@@ -55,6 +55,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     lines(tmp_path / "b.jsonl", [{"n": 2}])
     lines(tmp_path / "a.jsonl", [{"n": 1}])
     text(tmp_path / "README.md", "words")
+    text(tmp_path / "c.parquet.gz", "tables are not unpacked")
     records = read_records(tmp_path)
     assert [(record.fields["n"], record.file) for record in records] == [(1, "a"), (2, "b")]
 
