@@ -35,7 +35,7 @@ SOURCE = "https://github.com/dms-jax/dms_jax"
 
 
 class NotInstalled(Exception):
-    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+    def _render_traceback_(self):  # a notebook shows this text, not a traceback
         return [str(self)]
 
 
@@ -61,7 +61,7 @@ if importlib.util.find_spec("dms_jax") is None:
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
     pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
-    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails rather than ask for a password
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         raise NotInstalled(

@@ -34,7 +34,7 @@ SOURCE = "https://github.com/dms-jax/dms_jax"
 
 
 class NotInstalled(Exception):
-    def _render_traceback_(self):  # a notebook shows these lines, and no traceback
+    def _render_traceback_(self):  # a notebook shows this text, not a traceback
         return [str(self)]
 
 
@@ -60,7 +60,7 @@ if importlib.util.find_spec("dms_jax") is None:
     print(f"Installing {what} for {runtime}: two minutes on Colab")
     packages = [what, "ipywidgets"]  # the second one draws progress bars
     pip = [sys.executable, "-m", "pip", "install", "-q", *packages]
-    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails where it would ask for a password
+    os.environ["GIT_TERMINAL_PROMPT"] = "0"  # git fails rather than ask for a password
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         raise NotInstalled(
@@ -158,8 +158,8 @@ print(f"The newest {policy.window} always stay, so longer texts come closer to t
 # %% [markdown]
 # ## Your own loop
 # `model.transformer` is a Flax NNX module, so Flax's optimizer and transformations train it. This
-# loop goes on with language modeling while the policy evicts; here all steps see one batch, and
-# learn it by heart.
+# loop continues language modeling while the policy evicts; all its steps use one batch, so the
+# model memorizes it.
 
 # %%
 import numpy as np

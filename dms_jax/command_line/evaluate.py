@@ -278,7 +278,7 @@ def predicted(config: Config, serving: Serving) -> Measure:
     fields = read_options(config.task_options, "--task-options")
     check_names("--task-options", fields, _TEXT_OPTIONS)
     path = fields.pop("path", assets.path("tinystories") / "valid.txt")
-    TextFiles(path)  # whether it can be read is known before a long load
+    TextFiles(path)  # fail before a long load
     for name, value in fields.items():
         check(f"--task-options {name}", value, Count | None)
     serving = dataclasses.replace(serving, lanes=min(serving.lanes, _TEXT_LANES))

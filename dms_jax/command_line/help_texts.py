@@ -124,7 +124,7 @@ def _placeholder(kind: Any, default: Any) -> str | None:
 
 
 def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """A rule for tyro that reads one of several names, or says which there are, in their order."""
+    """A tyro rule that reads one of several names; its error lists them in order."""
     union = info.type_origin in (types.UnionType, typing.Union)
     kinds = [each for each in typing.get_args(info.type) if each is not types.NoneType]
     kinds = kinds if union else [info.type]

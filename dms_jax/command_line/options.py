@@ -131,7 +131,7 @@ class Devices:
 
 
 def check_devices(**shards: int) -> None:
-    """Raises ConfigError if shards, by the names of their options, need more devices than are."""
+    """Raises ConfigError, naming the options, if shards need more devices than there are."""
     given = {f"--{name.replace('_', '-')}": shard for name, shard in shards.items()}
     count = math.prod(check(option, each, Count) for option, each in given.items())
     if count > jax.device_count():
@@ -255,7 +255,7 @@ def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
 
 
 def read_files(tasks: Sequence[Task | ChoiceTask], problems: int | None) -> None:
-    """Reads the files of tasks, so that what is wrong with them is said before a long load.
+    """Reads the files of tasks, so that their errors come before a long load.
 
     Raises:
       DataError: a file is missing or malformed, or holds fewer problems.

@@ -52,7 +52,7 @@ class Writer:
             self._spaces, self._column = "", 0
 
     def pause(self) -> int:
-        """Writes what is held back; returns the column in which another text can go on."""
+        """Writes the held text; returns the column at which another text can continue."""
         if self._width is not None:
             self._write(self._held, self._width)
             self._out(self._spaces)

@@ -364,7 +364,7 @@ def main(config: Config) -> list[Row]:
     # Use print: the retrofit's bar moves below printed lines; another console would write into it.
     model, early, seconds = retrofit(config, base, print)
     console.print("[bold]3. Decode[/bold] the same tokens from small caches")
-    progress.reset(rows, completed=len(bench.rows))  # or the retrofit would count in what remains
+    progress.reset(rows, completed=len(bench.rows))  # exclude the retrofit from the time estimate
     with progress:
         row = bench.run(f"DMS, trained to ratio {EARLY_RATIO:g}", "DMS", early, early.policy)
         compare_windows(bench, base, row)

@@ -120,7 +120,7 @@ def _asked(
 
 
 def read_prompts(config: SelfTaught) -> list[Record]:
-    """Returns the rows of --prompts; what can be checked without the model is checked.
+    """Returns the rows of --prompts; checks all that needs no model.
 
     Raises:
       ConfigError: there are too few, or the judge has nothing to go by.
