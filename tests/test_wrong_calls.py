@@ -125,7 +125,7 @@ def policy_cases() -> dict[str, Case]:
         "dmc offset nan": case(dmc, "offset", offset=NAN),
         "dmc epsilon below zero": case(dmc, "epsilon", epsilon=-1.0),
         "h2o budget beyond any sequence": case(
-            dms_jax.H2O, "1000000000000", "Vanilla() to keep everything", budget=10**12
+            dms_jax.H2O, "1000000000000", "Vanilla keeps everything", budget=10**12
         ),
         "knorm interval beyond any answer": case(
             dms_jax.Knorm, "interval", "None to cut after the prompt alone", interval=10**12
@@ -263,7 +263,9 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "model a path": case("ConfigError", "dms_jax.load", "'some/path'", given="some/path"),
         "policy a wrong name": case("ConfigError", "Unknown cache policy 'DSM'", policy="DSM"),
         "policy a class": case("ConfigError", "Not a cache policy", "DMS()", policy=dms_jax.DMS),
-        "policy never learned": case("ConfigError", "dms-jax retrofit", "TOVA(", policy="DMS"),
+        "policy never learned": case(
+            "ConfigError", "dms-jax retrofit", "such as TOVA", policy="DMS"
+        ),
         "policy needs an adapter": case(
             "ConfigError", "DMS", "adapter", "retrofit", policy=dms_jax.DMS(source="adapter")
         ),

@@ -255,7 +255,7 @@ def test_too_complex_grammar_names_its_request(engine, monkeypatch):
         return after(self, requests, *given, **more)
 
     monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match=r"behind token 1: .*satisfy") as error:
+    with pytest.raises(GrammarError, match=r"after token 1: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}
 
@@ -341,7 +341,7 @@ def test_queued_updates_are_sent_when_grammar_fails(monkeypatch):
 
     sent = collections.defaultdict(list)
     monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match="behind token 22:"):
+    with pytest.raises(GrammarError, match="after token 22:"):
         serve_arrivals(
             engine, [requests], on_tokens=lambda update: sent[update.index].extend(update.tokens)
         )

@@ -102,7 +102,7 @@ def test_indivisible_rows_are_refused():
         check_split(options, EAGER, mesh)
     check_split(options, EAGER, make_mesh(2, 4))
     learning = recipe(Stage("supervise", 2, 1e-3), sequence_length=16)
-    with pytest.raises(ConfigError, match=r"KVzap learns.*`sequence` splits the queries"):
+    with pytest.raises(ConfigError, match=r"KVzap learns.*'sequence' splits the queries"):
         check_split(learning, KVzap(), mesh)
 
 
@@ -127,5 +127,7 @@ def test_the_command_line_makes_a_mesh_with_rows_split():
     mesh = Config(**options, data_shards="all", expert_shards=2, sequence_shards=2).make_mesh()
     assert mesh is not None
     assert dict(mesh.shape) == {"data": 2, "sequence": 2, "experts": 2, "model": 1}
-    with pytest.raises(ConfigError, match="A mesh of 2 x 8 x 1 takes 16 devices; there are 8"):
+    with pytest.raises(
+        ConfigError, match="--data-shards 2 x --sequence-shards 8 takes 16 devices; there are 8"
+    ):
         Config(**options, data_shards=2, sequence_shards=8).make_mesh()

@@ -152,7 +152,7 @@ def test_out_of_memory_error_suggests_remat(remat, monkeypatch):
         warnings.simplefilter("ignore")
         with pytest.raises(
             OutOfMemoryError,
-            match=r"micro_batch_size=1; .*sequence=2\), --sequence-shards 2.*dms-jax plan",
+            match=r"`micro_batch_size=1`; .*sequence=2\), --sequence-shards 2.*dms-jax plan",
         ):
             run(remat=remat)
     expected = ["all_but_attention", "everything"] if remat == "auto" else ["nothing"]
