@@ -363,7 +363,7 @@ def test_a_malformed_conversation_is_named_by_its_line(stories, tmp_path, row, t
 def test_wrong_first_call_does_not_claim_the_directory(stories, tmp_path, monkeypatch):
     right = dataclasses.replace(TINY, out=tmp_path / "run")
     wrong = dataclasses.replace(right, prompts=tmp_path / "missing.jsonl")
-    with pytest.raises(dms_jax.ConfigError, match=r"--prompts .*No such file"):
+    with pytest.raises(dms_jax.DataError, match=r"missing.jsonl cannot be read: No such file"):
         retrofit.main(wrong)
     with pytest.raises(dms_jax.CheckpointError):
         retrofit.main(dataclasses.replace(right, model=str(tmp_path / "no-model")))
