@@ -84,4 +84,4 @@ def test_echo_evicts_like_answer_and_keeps_prefixes():
 
 def test_echo_refuses_end_token_in_prompt(client):
     error = client.ask(prompt=[1, 5, 2, 5], echo=True, status=400)["error"]
-    assert "Token 2 is 2, which ends an answer" in error["message"]
+    assert "Token 2 is 2, an end token of this model" in error["message"]
