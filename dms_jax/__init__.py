@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     ]
     __all__ += policies.__all__
 
-# Names are imported on first use: importing JAX, Flax and Optax takes seconds, for which `dms-jax
-# --help` and errors in options should not wait. The policies are public here as well.
+# Names are imported on first use: importing JAX, Flax and Optax takes seconds, and `dms-jax --help`
+# should not wait for them. The policies are public here as well.
 _PLACES = {
     "checkpoint": "load save",
     "config": "ModelConfig",

@@ -1,6 +1,6 @@
 """Retrofit a checkpoint with Dynamic Memory Sparsification or Dynamic Memory Compression.
 
-Starts from a named set of options, each of which can be changed; the default is custom:
+Starts from a named set of options and applies yours on top; the default is custom:
 
     dms-jax retrofit stories260k --compression-ratio 4 --out runs/small
     dms-jax retrofit --model path/to/model --data train.jsonl --out runs/mine

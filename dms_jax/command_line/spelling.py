@@ -56,7 +56,7 @@ def options_of(settings: type) -> dict[str, str]:
 
 
 def spelled(error: DmsJaxError, options: Mapping[str, str]) -> str:
-    """Returns the message of an error with options in place of arguments."""
+    """Returns the error's message, naming options where it named arguments."""
     text = str(error)
     owner, _, name = error.argument.rpartition(": ")
     option = options.get(name) if owner in _OWNERS else None

@@ -10,7 +10,7 @@ evicted. Once a head holds its budget, each step evicts the token with the lowes
 beyond the window, and the next token takes its slot: all heads have the same length, and one
 training serves every budget.
 
-Differences from the publication, of which we know the abstract: its scorer carries a recurrent
+Differences from the publication (only its abstract was available): its scorer carries a recurrent
 state over the window (an xLSTM), which `late` replaces here; and it trains all weights.
 
 A prompt gets full attention and one cut, or runs like an answer (`victims.py`).

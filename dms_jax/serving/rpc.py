@@ -165,7 +165,7 @@ class Stop:
 
 
 def pack(message: Any) -> bytes:
-    """Serializes a message."""
+    """Returns a message as bytes to send."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
@@ -394,7 +394,7 @@ class EngineClient:
         adapter: str | None = None,
         priority: int = 0,
     ) -> int:
-        """Submits prompts; returns a key, for which `cancel` must be called in the end.
+        """Submits prompts; returns a key. Call `cancel` with it in the end.
 
         Args:
           prompts, sampling, adapter, priority: see `Service.submit`.

@@ -324,7 +324,7 @@ def check_chunk(rng: np.random.Generator, ratio: int, implementation: str) -> fl
 
 
 def time_prompts(report: dict[str, Any], implementation: str) -> None:
-    """Times one chunk over a past of which heads keep all, a quarter and an eighth; and cuDNN.
+    """Times one chunk when heads keep all, a quarter or an eighth of the past; and cuDNN.
 
     Times include the plan of the key tiles.
     """

@@ -130,8 +130,6 @@ def test_engine_without_adapters_runs_plain_model():
 
 @pytest.mark.usefixtures("fakes")
 def test_unknown_adapter_is_refused(pytestconfig):
-    if pytestconfig.getoption("--jaxtyping-packages"):
-        pytest.skip("jaxtyping's checks refuse what the code is to refuse")
     engine, (prompt,) = adapted_engine(), prompts((5,))
     for adapter, said in (
         ("c", "There is no adapter 'c': there are a, b"),
@@ -139,6 +137,8 @@ def test_unknown_adapter_is_refused(pytestconfig):
         (["a", ["a"]], r"There is no adapter \['a'\]"),
         (["a"], "a list of one for each of 2 prompts, got"),
     ):
+        if adapter == ["a", ["a"]] and pytestconfig.getoption("--jaxtyping-packages"):
+            continue  # jaxtyping refuses this type first
         with pytest.raises(ConfigError, match=said):
             engine.generate([prompt] * 2, sampling=SHORT, adapter=adapter)
     assert engine.adapters == (None, "a", "b")
@@ -156,8 +156,6 @@ def test_equal_prompts_of_different_adapters_are_no_copies():
 
 @pytest.mark.usefixtures("fakes")
 def test_mismatched_update_changes_nothing(pytestconfig):
-    if pytestconfig.getoption("--jaxtyping-packages"):
-        pytest.skip("jaxtyping's checks refuse what the code is to refuse")
     engine, (prompt,) = adapted_engine(), prompts((5,))
     model, joined = engine.model, engine.runner.model
     small = random_model(tiny_config(), dtype="float32")
@@ -178,6 +176,8 @@ def test_mismatched_update_changes_nothing(pytestconfig):
         ),
         (None, {"a": dataclasses.replace(adapted("a"), policy=HEAD)}, "trained for DMS"),
     ):
+        if isinstance(given, LanguageModel) and pytestconfig.getoption("--jaxtyping-packages"):
+            continue  # jaxtyping refuses this type first
         with pytest.raises(ConfigError, match=said):
             engine.update(given, adapters=adapters)
         assert engine.model is model

@@ -25,7 +25,7 @@ class Question:
 
     Attributes:
       text: the question.
-      answers: the references, each of which is right.
+      answers: the reference answers; each is right.
       documents: indices of the documents that answer it.
       more: indices of other documents on its subject, which fill a context first.
     """
