@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
@@ -28,6 +29,20 @@ def helper(tmp_path):
 
 def ask(helper: Helpers, number: int) -> bool:
     return helper.ask(f'{{"is": {number}}}') == {"is": number}
+
+
+def test_close_ends_a_question_in_flight(tmp_path):
+    program = tmp_path / "silent.py"
+    program.write_text('import time\nprint("ready", flush=True)\ntime.sleep(600)\n')
+    helper, replies = Helpers(program, seconds=300.0, count=1), []
+    thread = threading.Thread(target=lambda: replies.append(helper.ask("1")), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not helper.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    helper.close()
+    thread.join(20)
+    assert [reply["error"] for reply in replies] == ["it ends the process that it runs in"]
 
 
 def test_process_killed_during_question_is_replaced(helper, monkeypatch):
