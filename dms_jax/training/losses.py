@@ -64,10 +64,13 @@ class TokenLosses:
     """Sums over the positions that count in the loss.
 
     Attributes:
+      main: the sum that has gradients: `language_modeling` without a teacher, else `distillation`
+        and, times `text_weight`, `language_modeling`.
       distillation: sum of the divergence from the teacher; zero without a teacher.
       language_modeling: sum of the negative log-likelihood of the next token.
     """
 
+    main: Float[Array, ""]
     distillation: Float[Array, ""]
     language_modeling: Float[Array, ""]
 
@@ -85,6 +88,7 @@ class _Positions(NamedTuple):
 class _Settings:
     direction: Direction
     temperature: float
+    text_weight: float
     chunk: int
 
 
@@ -97,12 +101,12 @@ def token_losses(
     target_mask: Bool[Array, "B T"],
     direction: Direction,
     temperature: float = 1.0,
+    text_weight: float = 0.0,
     chunk: int | None = None,
 ) -> TokenLosses:
     """Returns the sums of the losses over the positions of a batch.
 
-    Only the main loss has gradients, and only for the student: the divergence if there is a
-    teacher, otherwise the likelihood.
+    Only `main` has gradients, and only for the student.
 
     Args:
       student: hidden states and output matrix of the student.
@@ -112,6 +116,7 @@ def token_losses(
       target_mask: positions whose next token counts in the language modelling loss.
       direction: direction of the divergence.
       temperature: T; the divergence uses logits / T and is multiplied by T^2.
+      text_weight: weight of the likelihood in `main`, beside the divergence.
       chunk: positions of a sequence unembedded at a time; None chooses by size.
     """
     batch, length, _ = student.hidden.shape
@@ -129,7 +134,7 @@ def token_losses(
         for x in matrices
     ]
     positions = _Positions(None if teacher is None else teacher.hidden, targets, mask, target_mask)
-    settings = _Settings(direction, temperature, min(chunk, length))
+    settings = _Settings(direction, temperature, text_weight, min(chunk, length))
     return _losses(settings, student.hidden, student.parameter, matrices, positions)
 
 
@@ -148,16 +153,15 @@ def _losses_forward(settings: _Settings, hidden, parameter, matrices, positions)
         if parameter.shape != of_matrix.shape:
             of_matrix = sharding.scatter(of_matrix, 1)
         of_matrix = of_matrix.astype(parameter.dtype)
-    return sums, (of_hidden, of_matrix, positions.teacher_hidden is not None)
+    return sums, (of_hidden, of_matrix)
 
 
 def _losses_backward(settings: _Settings, residuals, sums: TokenLosses):
     del settings
-    of_hidden, of_matrix, distils = residuals
-    factor = jnp.where(distils, sums.distillation, sums.language_modeling)
+    of_hidden, of_matrix = residuals
 
     def scaled(x: Array) -> Array:
-        return (x * factor).astype(x.dtype)
+        return (x * sums.main).astype(x.dtype)
 
     return scaled(of_hidden), None if of_matrix is None else scaled(of_matrix), None, None
 
@@ -200,7 +204,7 @@ def _sum_chunks(
 
     zero = jnp.zeros((), wide)
     start = jnp.zeros(matrices[0].shape, wide) if gradients == "both" else None
-    carry = (TokenLosses(distillation=zero, language_modeling=zero), start)
+    carry = (TokenLosses(main=zero, distillation=zero, language_modeling=zero), start)
     xs = jax.tree.map(chunks, (hidden, positions))
     (total, of_matrix), of_hidden = jax.lax.scan(add, carry, xs)
     if of_hidden is not None:
@@ -229,10 +233,12 @@ def _chunk_losses(
     normaliser = jnp.log(sums.total)
     likelihood = normaliser - sums.chosen
     likelihood = jnp.sum(jnp.where(positions.target_mask, likelihood[..., 0], 0))
+    of_text = None
+    if not others or settings.text_weight:
+        of_text = jnp.exp(logits - normaliser) - _chosen(logits, positions.targets)
+        of_text = jnp.where(positions.target_mask[..., None], of_text, 0)
     if not others:
-        gradient = jnp.exp(logits - normaliser) - _chosen(logits, positions.targets)
-        gradient = jnp.where(positions.target_mask[..., None], gradient, 0)
-        return TokenLosses(jnp.zeros((), wide), likelihood), gradient
+        return TokenLosses(likelihood, jnp.zeros((), wide), likelihood), of_text
     logits, others = logits / scale, others[0] / scale
     weight, other_weight = jnp.exp(logits), jnp.exp(others)
     totals = sums.weights
@@ -243,9 +249,13 @@ def _chunk_losses(
     else:
         divergence = shift - sums.difference / totals[1]
         gradient = weight / totals[0] - other_weight / totals[1]
-    distillation = jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
-    gradient = jnp.where(positions.mask[..., None], gradient, 0)
-    return TokenLosses(scale**2 * distillation, likelihood), scale * gradient
+    distillation = scale**2 * jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
+    gradient = scale * jnp.where(positions.mask[..., None], gradient, 0)
+    main = distillation
+    if of_text is not None:
+        main += settings.text_weight * likelihood
+        gradient += settings.text_weight * of_text
+    return TokenLosses(main, distillation, likelihood), gradient
 
 
 class _Sums(NamedTuple):

@@ -152,6 +152,9 @@ class Recipe(Options):
       distillation_temperature: T, by which the logits of student and teacher are divided; the loss
         is multiplied by T^2, so that its gradients keep their scale relative to the compression
         loss.
+      text_weight: weight of the language modelling loss beside the distillation: the student also
+        learns from the texts themselves, for texts that are better than what the teacher writes on
+        average, such as its own correct answers.
       distillation_positions: positions where student and teacher are compared. The logits at
         position t predict token t + 1: "targets" takes the positions whose next token counts, like
         the language modelling loss; "inputs" the positions whose own token counts, like NVIDIA's
@@ -188,6 +191,7 @@ class Recipe(Options):
     loss: Loss = "distillation"
     kl: Literal["reverse", "forward"] = "reverse"
     distillation_temperature: Positive = 1.0
+    text_weight: NotNegative = 0.0
     distillation_positions: DistillationPositions = "targets"
     compression_weight: NotNegative = 1.0
     prior: Prior = "global"

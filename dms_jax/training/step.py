@@ -405,6 +405,7 @@ class TrainingStep:
             target_mask=of_own_tokens(row, sequences.target_mask),
             direction=recipe.kl,
             temperature=recipe.distillation_temperature,
+            text_weight=recipe.text_weight,
         )
         shares = compression_loss.evicted_shares(result.decisions, sequences.valid)
         distance = self._compression_loss(shares, schedule.target)
@@ -417,8 +418,9 @@ class TrainingStep:
             "compression_loss": jnp.sum(distance) * per_sequence,
             "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * per_sequence,
         }
-        main = "distillation_loss" if recipe.loss == "distillation" else "lm_loss"
-        loss = parts[main] + parts["compression_loss"]
+        distils = recipe.loss == "distillation"
+        main = sums.main * (weights.position if distils else weights.target)
+        loss = main + parts["compression_loss"]
         if result.routed is not None:
             parts["routed"] = jax.tree.map(lambda x: x * weights.token, result.routed)
         return loss, {"loss": loss, **parts}

@@ -36,7 +36,7 @@ def loss_and_gradients(hidden, teacher_hidden, matrix, targets, mask, *, directi
             direction=direction,
             chunk=CHUNK,
         )
-        return losses.distillation, losses.language_modeling
+        return losses.main, losses.language_modeling
 
     return jax.value_and_grad(main, (0, 1), has_aux=True)(hidden, matrix.astype(jnp.float32))
 

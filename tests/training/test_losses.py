@@ -75,13 +75,16 @@ def test_divergence_and_likelihood_equal_numpy(case, direction, chunk, temperatu
     first, second = (student, teacher) if direction == "reverse" else (teacher, student)
     divergence = temperature**2 * (np.exp(first) * (first - second)).sum(-1)
     likelihood = np.take_along_axis(numpy_log_softmax(logits), case["targets"][..., None], -1)
-    found = sums(case, direction=direction, chunk=chunk, temperature=temperature)
-    chex.assert_trees_all_close(found.distillation, divergence[case["mask"]].sum(), rtol=1e-12)
+    found = sums(case, direction=direction, chunk=chunk, temperature=temperature, text_weight=0.3)
+    total = divergence[case["mask"]].sum()
+    chex.assert_trees_all_close(found.distillation, total, rtol=1e-12)
     expected = -likelihood[case["target_mask"], 0].sum()
     chex.assert_trees_all_close(found.language_modeling, expected, rtol=1e-12)
+    chex.assert_trees_all_close(found.main, total + 0.3 * expected, rtol=1e-12)
     alone = sums(case, direction=direction, chunk=chunk, teacher=False)
     assert alone.distillation == 0
     chex.assert_trees_all_close(alone.language_modeling, expected, rtol=1e-12)
+    chex.assert_trees_all_close(alone.main, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
@@ -107,7 +110,7 @@ def test_logit_far_above_origin_does_not_overflow(far, temperature, direction):
             direction=direction,
             temperature=temperature,
         )
-        return found.distillation, found.language_modeling
+        return found.main, found.language_modeling
 
     (value, likelihood), slope = jax.value_and_grad(divergence, has_aux=True)(jnp.asarray(student))
     ours, theirs = (numpy_log_softmax(x.astype(float) / temperature) for x in (student, teacher))
@@ -128,19 +131,22 @@ def test_logit_far_above_origin_does_not_overflow(far, temperature, direction):
     chex.assert_trees_all_close(np.asarray(likelihood, float), -chosen.sum(), rtol=1e-4)
 
 
-def numpy_gradients(case, direction, teacher):
+def numpy_gradients(case, direction, teacher, text_weight=0.0):
     """Returns the gradients of the main loss for the hidden states and the matrix [E, V]."""
     student = numpy_log_softmax(case["student"] @ case["matrix"])
     other = numpy_log_softmax(case["teacher"] @ case["other"])
+    chosen = np.arange(student.shape[-1]) == case["targets"][..., None]
+    of_text = (np.exp(student) - chosen) * case["target_mask"][..., None]
     if not teacher:
-        chosen = np.arange(student.shape[-1]) == case["targets"][..., None]
-        of_logits = (np.exp(student) - chosen) * case["target_mask"][..., None]
+        of_logits = of_text
     elif direction == "forward":
         of_logits = (np.exp(student) - np.exp(other)) * case["mask"][..., None]
     else:
         distance = student - other
         mean = (np.exp(student) * distance).sum(-1, keepdims=True)
         of_logits = np.exp(student) * (distance - mean) * case["mask"][..., None]
+    if teacher:
+        of_logits = of_logits + text_weight * of_text
     return (
         of_logits @ case["matrix"].T,
         np.einsum("BTE,BTV->EV", case["student"], of_logits),
@@ -149,18 +155,26 @@ def numpy_gradients(case, direction, teacher):
 
 @pytest.mark.parametrize("chunk", [2, 7])
 @pytest.mark.parametrize(
-    ("direction", "teacher"), [("reverse", True), ("forward", True), ("reverse", False)]
+    ("direction", "teacher", "text_weight"),
+    [
+        ("reverse", True, 0.0),
+        ("forward", True, 0.0),
+        ("reverse", False, 0.0),
+        ("reverse", True, 0.4),
+        ("forward", True, 0.4),
+    ],
 )
-def test_gradients_equal_numpy(case, direction, teacher, chunk):
+def test_gradients_equal_numpy(case, direction, teacher, text_weight, chunk):
     def loss(student, matrix):
-        options = dict(student=student, matrix=matrix, teacher=teacher)
+        options = dict(student=student, matrix=matrix, teacher=teacher, text_weight=text_weight)
         found = sums(case, direction=direction, chunk=chunk, **options)
-        return 0.3 * (found.distillation + found.language_modeling)
+        parts = found.distillation + text_weight * found.language_modeling
+        return 0.3 * (found.main + parts)  # the parts have no gradients
 
     found = jax.grad(loss, argnums=(0, 1))(
         jnp.asarray(case["student"]), jnp.asarray(case["matrix"])
     )
-    want = tuple(0.3 * x for x in numpy_gradients(case, direction, teacher))
+    want = tuple(0.3 * x for x in numpy_gradients(case, direction, teacher, text_weight))
     chex.assert_trees_all_close(found, want, rtol=1e-10, atol=1e-12)
 
 
@@ -190,7 +204,7 @@ def test_chunks_of_bfloat16_add_up_in_float32():
             target_mask=jnp.ones((1, length), bool),
             direction="reverse",
             chunk=chunk,
-        ).language_modeling
+        ).main
 
     for chunk in (1, 8, length):
         found = jax.jit(jax.grad(loss), static_argnums=1)(matrix.astype(jnp.float32), chunk)
@@ -214,7 +228,7 @@ def test_only_a_chunk_of_logits_exists_at_a_time():
             direction="reverse",
             chunk=chunk,
         )
-        return found.distillation
+        return found.main
 
     shapes = (
         jax.ShapeDtypeStruct((1, length, 2), "f4"),
