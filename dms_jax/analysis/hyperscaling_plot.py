@@ -89,7 +89,13 @@ def hyperscaling_figure(
         for system, colour, (x, _), y in zip(result.systems, _COLOURS, ends, heights, strict=False):
             name = system if result.has_greedy(system) else f"{system}\n(no greedy point recorded)"
             axes.annotate(
-                name, (x, y), (6, 0), textcoords="offset points", color=colour, va="center"
+                name,
+                (x, y),
+                (6, 0),
+                textcoords="offset points",
+                color=colour,
+                va="center",
+                bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1),
             )
     figure.axes[0].set_ylabel(f"score by {method}, %")
     figure.savefig(path, dpi=130)

@@ -31,7 +31,7 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -144,11 +144,13 @@ class Training:
       ratios: compression ratios at which it is exported; the last one is the target.
       trainable: low-rank updates beside frozen weights, or all weights.
       policy: the trained policy; None for the control.
+      changes: changed fields of the recipe.
     """
 
     ratios: tuple[float, ...] = (2.0, 3.3)
     trainable: Literal["low_rank", "all"] = "low_rank"
     policy: Policy | None = DMS
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def recipe(self, config: Config) -> Recipe:
         """The recipe for the settings."""
@@ -160,7 +162,7 @@ class Training:
         if isinstance(self.policy, dms_jax.KVpop):
             return recipes.kvpop(**sizes)
         recipe = recipes.dms_warm_up(self.ratios[-1], trainable=self.trainable, **sizes)
-        recipe = dataclasses.replace(recipe, snapshots=self.ratios)
+        recipe = dataclasses.replace(recipe, snapshots=self.ratios, **self.changes)
         return recipe if self.policy is not None else recipe.control(DMS)
 
 
@@ -168,6 +170,7 @@ TRAININGS = {
     "dms-3.3": Training(),
     "control": Training(policy=None),
     "dms-8": Training(ratios=(8.0,)),
+    "text-3.3": Training(changes=dict(answers_only=True, text_weight=0.5)),
     "all-3.3": Training(trainable="all"),
     "kvpop": Training(policy=dms_jax.KVpop(budget=128, window=16)),
 }
@@ -214,6 +217,7 @@ RIVALS = {
 RULES = ("peak", "share")
 SHARE = 3.3  # compression ratio of the papers' rule
 FLOAT8 = "float8"  # the whole cache in 8 bits
+VOTING = ("dms-3.3", "control", "text-3.3", "dms-8", "kvpop")  # trainings on the frontiers
 ON_FRONTIERS = ("quest", "tova", "rkv")
 
 
@@ -575,14 +579,14 @@ def pieces(campaign: Campaign) -> Iterator[Piece]:
     yield ask("held-out", PLAIN)
     yield ask("gsm8k", PLAIN)
     yield ask("math500", PLAIN)
-    systems = trained(config, "dms-3.3", "control", "dms-8", "kvpop", "all-3.3")
+    systems = trained(config, *TRAININGS)
     for system in systems:
         yield train(system)
         yield ask("held-out", system)
         yield ask("gsm8k", system)
         yield ask("math500", system)
     yield ask("gsm8k", "dms-3.3@2:0")
-    every = (PLAIN, *trained(config, "dms-3.3", "dms-8", "kvpop"), *ON_FRONTIERS)
+    every = (PLAIN, *trained(config, *VOTING), *ON_FRONTIERS)
     first = tuple(each for each in every if each.endswith(":0") or ":" not in each)
     main_, *more = sorted(config.temperatures, key=lambda each: abs(each - 0.7))
     for temperature in (0.0, main_, *more):

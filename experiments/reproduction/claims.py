@@ -18,6 +18,7 @@ A number on a page has its formula in a comment that Markdown hides:
     sampled RECORD SYSTEM SYSTEM AXIS      the same without greedy points: misleading
     votes RECORD SYSTEM CHAINS [MEASURE]   score of the vote of so many chains ("9", or "9@0.7" if
                                            there are several temperatures); 0 chains: greedy
+    votes-spent RECORD SYSTEM CHAINS reads|peak [MEASURE]      what these chains spend on a problem
     votes-gap | votes-reads RECORD SYSTEM CHAINS SYSTEM CHAINS [MEASURE]    difference, ratio
     json FILE KEY ... [/ FILE KEY ...] FORMAT    a value of another report, or the ratio of two; a
                                            number may replace either
@@ -51,6 +52,7 @@ PAGES = (
     "README.md",
     "experiments/results/CLAIMS.md",
     "experiments/results/real_models/README.md",
+    "experiments/results/real_models/qwen2.5-coder-0.5b.md",
     "experiments/results/reasoner_11m/README.md",
     "experiments/results/serving/README.md",
     "experiments/results/speed/README.md",
@@ -129,6 +131,10 @@ def _votes_reads(
     return one.budget("reads") / other.budget("reads")
 
 
+def _votes_spent(name: str, system: str, chains: str, axis: Any, *measure: str) -> str:
+    return f"{_point(name, system, chains, *measure).budget(axis):,.0f}"
+
+
 def _times(name: str, one: str, other: str, measure: str, what: str = "peak") -> float:
     return mean_of(what, name, other, measure) / mean_of(what, name, one, measure)
 
@@ -169,6 +175,7 @@ PLAIN: dict[str, Callable[..., str]] = {
     "score-error": lambda *words: _percent(mean_over_seeds(scores(*words)), sign=""),
     "votes": lambda *words: f"{100 * _point(*words).accuracy().value:.1f}",
     "votes-reads": lambda *words: f"{_votes_reads(*words):.1f}",
+    "votes-spent": _votes_spent,
     "peak": lambda *words: f"{mean_of('peak', *words):,.0f}",
     "reads": lambda *words: f"{mean_of('reads', *words):,.0f}",
     "problems": lambda *words: f"{rows(*words)[-1]['problems']:,}",

@@ -128,11 +128,11 @@ def _frontier_of_1_5b(task: str, measure: str) -> Picture:
         functools.partial(
             draw_frontier,
             title=f"{task}, Qwen2.5-Coder-1.5B: votes (dots), one greedy chain (squares)",
-            systems={"plain": "plain", "dms-3.3:*": "DMS, 3.3x"},
+            systems={"plain": "plain", "text-3.3:0": "DMS, 3.0x"},
             measure=measure,
         ),
         enough=lambda name: (
-            {"plain", "dms-3.3"}
+            {"plain", "text-3.3"}
             <= {each["system"] for each in record(name)["votes"] if each["measure"] == measure}
         ),
     )
