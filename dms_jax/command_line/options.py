@@ -215,13 +215,9 @@ def read_tasks(
         return list(_ruler(fields))
     if name not in TASKS:
         known = [*TASKS, "ruler", *others]
-        file = (
-            ""
-            if not pathlib.Path(name).exists()
-            else (
-                f" A file of problems goes to a task: --task mathematics --task-options path={name}."
-            )
-        )
+        file = ""
+        if pathlib.Path(name).exists():
+            file = f" A task reads a file: --task mathematics --task-options path={name}."
         raise dms_jax.ConfigError(
             f"--task {name!r}{guess(name, known)} is none of {', '.join(known)}.{file}"
         )
