@@ -240,24 +240,39 @@ def counted(
       unit: name of a unit.
     """
     lines, start, stream, lock = Lines(), time.monotonic(), sys.stderr, threading.Lock()
-    done = written = 0
+    done, written, ended = 0, 0, False
+
+    def show() -> None:
+        nonlocal written
+        line = f"{what}: {done} of {_counted(total, unit)}"
+        stream.write(f"\r{line}")
+        stream.flush()
+        written = len(line)
+
+    def show_none() -> None:
+        with lock:
+            if not (written or ended):
+                show()
 
     def count() -> None:
-        nonlocal done, written
+        nonlocal done
         with lock:
             done += 1
-            line = f"{what}: {done} of {_counted(total, unit)}"
             if not stream.isatty():
-                lines.write(line)
+                lines.write(f"{what}: {done} of {_counted(total, unit)}")
             elif time.monotonic() - start >= COUNTED_SECONDS:
-                stream.write(f"\r{line}")
-                stream.flush()
-                written = len(line)
+                show()
 
+    first = threading.Timer(COUNTED_SECONDS, show_none)  # the first may take long to trace
+    first.daemon = True
+    if stream.isatty():
+        first.start()
     try:
         yield count
     finally:
+        first.cancel()
         with lock:
+            ended = True
             if written:
                 stream.write(f"\r{' ' * written}\r")
                 stream.flush()

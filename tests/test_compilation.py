@@ -6,6 +6,7 @@ import logging
 import pathlib
 import pwd
 import re
+import time
 
 import jax
 import numpy as np
@@ -159,6 +160,25 @@ def test_terminal_shows_number_of_compiled_programs(monkeypatch):
     assert lines == ["Compiling: 2 of 3 programs", "Compiling: 3 of 3 programs", " " * 26, ""]
 
 
+def test_terminal_shows_that_the_first_program_is_awaited(monkeypatch):
+    """Tracing it can take long. Nothing is shown after the end."""
+    stream = Terminal(is_terminal=True)
+    monkeypatch.setattr(compilation.sys, "stderr", stream)
+    monkeypatch.setattr(compilation, "COUNTED_SECONDS", 0.0)
+    with compilation.counted(3) as count:
+        for _ in range(500):  # 5 s at most
+            if stream.getvalue():
+                break
+            time.sleep(0.01)
+        count()
+    shown = stream.getvalue().split("\r")[1:]
+    assert shown == ["Compiling: 0 of 3 programs", "Compiling: 1 of 3 programs", " " * 26, ""]
+    monkeypatch.setattr(compilation, "COUNTED_SECONDS", 3600.0)
+    with compilation.counted(3):
+        pass
+    assert stream.getvalue().split("\r")[1:] == shown
+
+
 def test_a_file_gets_a_line_every_ten_seconds(monkeypatch):
     written = count_to_three(monkeypatch, is_terminal=False, seconds=4.0)
     assert written == "Compiling: 2 of 3 programs\n"
@@ -170,7 +190,8 @@ def test_terminal_shows_number_of_loaded_arrays(monkeypatch):
     monkeypatch.setattr(compilation, "COUNTED_SECONDS", 0.0)
     dms_jax.load(STORIES)
     assert re.match(
-        r"\rLoading: 1 of (\d+) arrays\r.*Loading: \1 of \1 arrays\r", stream.getvalue()
+        r"(\rLoading: 0 of \d+ arrays)?\rLoading: 1 of (\d+) arrays\r.*Loading: \2 of \2 arrays\r",
+        stream.getvalue(),
     )
 
 

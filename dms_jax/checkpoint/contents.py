@@ -63,8 +63,8 @@ def _read_directory(directory: pathlib.Path) -> Contents:
     if hf_config is None:
         if (directory / ADAPTER_CONFIG).exists():
             raise CheckpointError(
-                f"{directory} holds an adapter and no model: load the model that it was trained on "
-                f"with adapter={str(directory)!r}"
+                f"{directory} holds an adapter and no model: load the model that it was trained "
+                "on, with this directory as `adapter`"
             )
         found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
         hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else f"; {HOLDS}"

@@ -19,11 +19,11 @@ COMMANDS = {
     "chat": "talk with a model whose turns share one small cache",
     "serve": "answer requests over HTTP as OpenAI's and Anthropic's APIs do",
     "retrofit": "train a checkpoint to run with a small cache",
-    "evaluate": "score answers to a task, or the loss on a text, under one or several policies",
+    "evaluate": "score answers, or the loss on a text, under one policy or several",
     "hyperscale": "longer answers and more chains at equal reads and equal peak",
     "plan": "memory and time of a retrofit on a machine that you do not have",
     "policies": "the cache policies, and the options of each",
-    "demo": "retrofit a small model, then watch a larger one reason; four minutes",
+    "demo": "retrofit a small model, watch a larger one reason; four minutes",
 }
 WRONG_CALL = 2
 

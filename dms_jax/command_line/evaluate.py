@@ -18,9 +18,11 @@ r"""Let a model answer the problems of a task from a small cache, and score the 
 
 Several policies on the same problems, or on the same text token by token, compared with the first:
 
-    dms-jax evaluate --policies Vanilla DMS,model=reasoner-11m-dms TOVA,budget=64
-    dms-jax evaluate --model stories260k --task text --task-options max_tokens=4000 \
-        --policies Vanilla TOVA,compression_ratio=4 Knorm,compression_ratio=4,interval=16
+    dms-jax evaluate \
+        --policies Vanilla DMS,model=reasoner-11m-dms TOVA,budget=64
+    dms-jax evaluate --model stories260k \
+        --task text --task-options max_tokens=4000 --policies Vanilla \
+        TOVA,compression_ratio=4 Knorm,compression_ratio=4,interval=16
 
 Problems are generated from seeds (training never uses those of the test split), or read from a file
 in its publisher's format.
@@ -60,6 +62,7 @@ from dms_jax.command_line.options import (
     read_tasks,
 )
 from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.spelling import options_of, spelled
 from dms_jax.data import TextFiles
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import (
@@ -214,7 +217,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
         except FAILURES as error:
             if not results or gave_up(error):
                 raise
-            failed[each.name] = str(error)
+            failed[each.name] = told(error)
         done = "could not run" if each.name in failed else "done"
         print(f"{each.name}: {done}", file=sys.stderr)
         if config.out is not None:
@@ -223,6 +226,13 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
     for name, why in failed.items():
         print(f"{name} could not run: {why}")
     return results
+
+
+def told(error: Exception) -> str:
+    """Returns the message of an error; one of the library names options, not arguments."""
+    if isinstance(error, dms_jax.DmsJaxError):
+        return spelled(error, options_of(Config))
+    return str(error)
 
 
 def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]) -> dict[str, Any]:
@@ -301,7 +311,12 @@ def predicted(config: Config, serving: Serving) -> Measure:
 def answered(config: Config, serving: Serving) -> Measure:
     """Returns a function that scores answers in text or programs."""
     chat, sampling = config.make_chat(), config.make_sampling()
-    tasks = read_tasks(config.task, config.task_options, allow_code=config.allow_code)
+    tasks = read_tasks(
+        config.task,
+        config.task_options,
+        allow_code=config.allow_code,
+        others=(*CHOICES, TEXT),
+    )
     read_files(tasks, config.problems)
 
     def measure(

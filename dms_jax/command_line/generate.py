@@ -82,8 +82,7 @@ def as_prompts(config: Config, texts: list[str], model: dms_jax.LanguageModel) -
         return list(texts)
     if not config.chat:
         print(
-            "Each prompt goes through the checkpoint's chat template as a user's message (--plain: "
-            "plain text instead).",
+            "Each prompt is a user's message in the chat template (--plain: plain text).",
             file=sys.stderr,
         )
     return [[{"role": "user", "content": text}] for text in texts]

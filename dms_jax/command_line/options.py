@@ -199,21 +199,27 @@ def read_chat(
     return None
 
 
-def read_tasks(name: str, options: Sequence[str], *, allow_code: bool = False) -> list[Task]:
+def read_tasks(
+    name: str, options: Sequence[str], *, allow_code: bool = False, others: Sequence[str] = ()
+) -> list[Task]:
     """The tasks of a name, each with the options that apply to it.
 
     Args:
       name: the name.
       options: options as written on a command line.
       allow_code: whether tasks may run model-written code in a sandbox.
+      others: names that the command takes besides these tasks.
     """
     fields = read_options(options, "--task-options")
     if name == "ruler":
         return list(_ruler(fields))
     if name not in TASKS:
-        known = [*TASKS, "ruler", *CHOICES]
+        known = [*TASKS, "ruler", *others]
+        file = ""
+        if pathlib.Path(name).exists():
+            file = f" A task reads a file: --task mathematics --task-options path={name}."
         raise dms_jax.ConfigError(
-            f"--task {name!r}{guess(name, known)} is none of {', '.join(known)}."
+            f"--task {name!r}{guess(name, known)} is none of {', '.join(known)}.{file}"
         )
     fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     known = {

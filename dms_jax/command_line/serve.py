@@ -4,7 +4,8 @@ r"""Answer requests over HTTP as OpenAI's and Anthropic's APIs do, many at a tim
     dms-jax serve --model path/to/model --policy TOVA --options budget=1024
     dms-jax serve --model nvidia/Qwen3-8B-DMS-8x --lanes 64 --memory-gb 40 \
         --host 0.0.0.0 --port 8000
-    dms-jax serve --model path/to/model --adapter math=runs/math --adapter code=runs/code
+    dms-jax serve --model path/to/model \
+        --adapter math=runs/math --adapter code=runs/code
 
 Any client of OpenAI's API talks to it at http://HOST:PORT/v1: chat and text completions and
 responses, streamed or whole, with tools; clients of Anthropic's API at http://HOST:PORT. New

@@ -48,8 +48,7 @@ def map_text(path: pathlib.Path) -> mmap.mmap:
 
 
 def _mapped(path: pathlib.Path) -> mmap.mmap:
-    if path.is_fifo():
-        raise DataError(f"{path} is a pipe; a regular file is needed, as it is read several times.")
+    _refuse_pipe(path)
     try:
         if path.suffix != ".gz":
             with path.open("rb") as file:
@@ -64,6 +63,11 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _refuse_pipe(path: pathlib.Path) -> None:
+    if path.is_fifo():
+        raise DataError(f"{path} is a pipe; a regular file is needed, as it is read several times.")
 
 
 def read_json(text: str) -> Any:
@@ -92,8 +96,9 @@ def open_table(path: pathlib.Path) -> Any:
 
     Raises:
       ConfigError: pyarrow is not installed.
-      DataError: the file is missing or damaged, or unpacks to too much.
+      DataError: the file is missing, damaged or a pipe, or unpacks to too much.
     """
+    _refuse_pipe(path)
     try:
         import pyarrow
         import pyarrow.ipc

@@ -130,6 +130,11 @@ def read_records(
     return tuple(records)
 
 
+def holds_records(path: pathlib.Path) -> bool:
+    """Whether a file is of a kind that `read_records` reads, by its name."""
+    return _unpacked_name(path).suffix in _SUFFIXES
+
+
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _Placed = Iterator[tuple[str, dict[str, Any]]]  # fields, and where in the file they stand
 

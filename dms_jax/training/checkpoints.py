@@ -31,6 +31,7 @@ import jax
 
 from dms_jax import processes
 from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.regular_files import check_regular
 
 _CHECKSUMS = "checksums.json"
 _TIMES = "_CHECKPOINT_METADATA"  # the last file that Orbax writes
@@ -264,6 +265,7 @@ class Checkpoints:
         place = self._path / str(step)
         wrong = ""
         try:
+            check_regular(place / _CHECKSUMS)
             sums = json.loads((place / _CHECKSUMS).read_text(encoding="utf-8"))
             for name in sorted(sums)[jax.process_index() :: jax.process_count()]:
                 if not (place / name).is_file():

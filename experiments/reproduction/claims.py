@@ -7,6 +7,13 @@ A number on a page has its formula in a comment that Markdown hides:
 
     loses 1.8 ± 0.8<!--= lost 0.5b nine plain gsm8k --> points
 
+or, on a page that is often read as plain text, in a comment at its end that quotes the words around
+each number, with the formula in its place:
+
+    <!-- Formulas of the numbers
+    loses {lost 0.5b nine plain gsm8k} points
+    -->
+
     score RECORD SYSTEMS MEASURE           mean score, percent; `score-error`: with its error
     gap RECORD SYSTEMS SYSTEMS MEASURE     difference in points, paired by problem; `lost`: with the
                                            other sign. MEASURE a+b+c: the mean of several tasks
@@ -61,10 +68,9 @@ PAGES = (
     "dms_jax/assets/smollm2-135m-instruct-dms/README.md",
     "dms_jax/assets/reasoner-11m-dms/README.md",
 )
-TAGGED = re.compile(
-    r"(?P<shown>\*\*[a-z ]+\*\*|[-+]?\d[\d,]*(?:\.\d+)?(?: ± (?:\d+(?:\.\d+)?|unknown))?)"
-    r"<!--= (?P<formula>.+?) -->"
-)
+_SHOWN = r"\*\*[a-z ]+\*\*|[-+]?\d[\d,]*(?:\.\d+)?(?: ± (?:\d+(?:\.\d+)?|unknown))?"
+TAGGED = re.compile(rf"(?P<shown>{_SHOWN})<!--= (?P<formula>.+?) -->")
+QUOTES = "<!-- Formulas of the numbers\n"  # the comment that quotes the words around them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +235,33 @@ def verdict(text: str) -> str:
 # -- pages ----------------------------------------------------------------------------------------
 
 
+def inlined(text: str) -> str:
+    """Returns a page with the formulas of the comment at its end beside their numbers.
+
+    Raises:
+      DataError: a quotation does not occur exactly once, or formulas stand in both forms.
+    """
+    page, comment, quotes = text.partition(QUOTES)
+    if not comment:
+        return text
+    if "<!--= " in text:
+        raise DataError(f"formulas stand beside numbers and below {QUOTES!r}: choose one place.")
+    found: dict[int, str] = {}  # end of a number -> its formula
+    for quote in quotes.partition("-->")[0].splitlines():
+        words = re.split(r"\{(.+?)\}", quote)
+        numbers = rf"(?<![\d.,])({_SHOWN})".join(
+            r"\s+".join(map(re.escape, part.split(" "))) for part in words[::2]
+        )
+        places = list(re.finditer(numbers, page))
+        ends = [place.end(number) for place in places for number in range(1, len(words[1::2]) + 1)]
+        if len(places) != 1 or not ends or not found.keys().isdisjoint(ends):
+            raise DataError(f"{quote!r} quotes {len(places)} places, not a number of its own.")
+        found |= zip(ends, words[1::2], strict=True)
+    for end in sorted(found, reverse=True):
+        page = f"{page[:end]}<!--= {found[end]} -->{page[end:]}"
+    return page + comment + quotes
+
+
 def recomputed(text: str) -> str:
     """Returns a page with every number recomputed."""
     return TAGGED.sub(
@@ -253,7 +286,8 @@ def main(config: Config) -> int:
     differs = 0
     for name in PAGES:
         page = ROOT / name
-        text = page.read_text(encoding="utf-8")
+        written = page.read_text(encoding="utf-8")
+        text = inlined(written)
         count, right = formulas(text), recomputed(text)
         wrong = [
             f"  {one.group(0)}  ->  {other.group(0)}"
@@ -264,6 +298,8 @@ def main(config: Config) -> int:
         print(*wrong, sep="\n" if wrong else "", end="\n" if wrong else "")
         differs += len(wrong)
         if config.write and wrong:
+            if QUOTES in written:
+                right = TAGGED.sub(lambda found: found["shown"], right)
             page.write_text(right, encoding="utf-8")
     if not config.write:
         return 1 if differs else 0

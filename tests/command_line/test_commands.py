@@ -351,6 +351,9 @@ SLIPS = {
     "retrofit self-taught-stories260k --keep correct": "--keep correct needs a judge",
     "retrofit self-taught --prompts no.jsonl": "no.jsonl cannot be read: No such file",
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
+    "evaluate --task txt": "--task 'txt' (did you mean text?) is none of",
+    "evaluate --task .": "A task reads a file: --task mathematics --task-options path=.",
+    "hyperscale --task mmlu": "humaneval, livecodebench, ruler.\n",
     "generate Hi": "there is no directory or file /",
 }
 

@@ -1,6 +1,7 @@
 """--help fills the lines of a terminal and never exceeds the width."""
 
 import dataclasses
+import importlib
 import itertools
 import re
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import pytest
 import tyro
 
-from dms_jax.command_line import help_texts, main, running
+from dms_jax.command_line import COMMANDS, described, help_texts, main, overview, running
 
 WIDTH = 78  # 80 columns; captured output has no boxes
 
@@ -33,6 +34,14 @@ def test_help_lines_are_filled(command, monkeypatch, capsys):
     assert "(default: )" not in text
     assert "(default: '')" not in text
     assert not re.search(r"\{None|\[\[|\[STR \[|None takes|default: None|\(required", listed)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_explanations_fit_a_terminal(command):
+    """Examples are not wrapped, so they must be short enough as they are written."""
+    text = described(importlib.import_module(f"dms_jax.command_line.{command}"))
+    lines = [*overview().splitlines(), *help_texts.filled(text, 80).splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_descriptions_wrap_but_commands_do_not():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gzip
 import json
 import math
 import pathlib
@@ -275,9 +276,22 @@ def test_prompts_of_every_form(stories, tmp_path):
     path.write_text((json.dumps(long) + "\n") * 3 + '{"text": "Another"}\n')
     begun = reading.read_questions(config, model)
     assert begun.tokens[0] == tokenizer.encode("Once upon a time there was a dog.")[:11]
+    assert begun.chat is None  # texts are continued, so the page must not ask
     path.write_text(json.dumps(long) + "\n")
     with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
         reading.read_questions(config, model)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.json", "p.csv"])
+def test_questions_of_every_kind_of_file(stories, tmp_path, name):
+    path, rows = tmp_path / name, ["Ask", "Tell"]
+    text = "".join(json.dumps({"question": row}) + "\n" for row in rows)
+    if name == "p.csv":
+        text = "question\nAsk\nTell\n"
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
+    read = reading.read_questions(config, stories)
+    assert [read.tokens[number] for number in range(2)] == [*map(stories.tokenizer.encode, rows)]
 
 
 def test_held_out_prompts_are_not_trained_on(stories, tmp_path):
@@ -305,11 +319,15 @@ def test_wrong_settings_are_refused(stories, tmp_path, capsys):
         reading.read_questions(config, stories)
     for changes, told in (
         (dict(style="boxed"), "--style boxed is of problems that a judge knows"),
-        (dict(system="Be brief."), "--system is for a chat: give --chat yes too"),
-        (dict(template=("a=1",), chat="no"), "--template is for a chat"),
+        (dict(chat="yes"), r"--chat yes is for questions, and .*train\.txt.* is a text"),
+        (dict(system="Be brief."), "--system is for questions"),
+        (dict(template=("a=1",), chat="no"), "--template is for questions"),
     ):
         with pytest.raises(dms_jax.ConfigError, match=told):
-            reading.read_questions(dataclasses.replace(TINY, **changes), stories)
+            reading.read_prompts(dataclasses.replace(TINY, **changes))
+    asked = dataclasses.replace(TINY, prompts=problems(tmp_path / "p.jsonl"), held_out=1)
+    with pytest.raises(dms_jax.ConfigError, match="--system is for a chat: give --chat yes too"):
+        reading.read_questions(dataclasses.replace(asked, system="Be brief."), stories)
     for option, value in (
         ("ratios", (1.0,)),
         ("temperatures", (0.7, -1.0)),

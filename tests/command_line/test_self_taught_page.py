@@ -52,8 +52,12 @@ def test_page_commands_without_chat_or_adapter():
     plain = called(ASKED, results(chat=False, style="plain"))
     assert plain["evaluate"].task_options == ("path=test.jsonl", "style=plain")
     assert not plain["evaluate"].chat
-    assert not plain["generate"].chat
+    assert (plain["generate"].chat, plain["generate"].plain) == (False, True)
     assert plain["generate"].prompts == ("Once upon a time",)
     whole = called(dataclasses.replace(ASKED, trainable="all"), results(judge=None, style=None))
     assert list(whole) == ["generate"]
+    of_base = [command for what, command in commands(ASKED, results(judge=None)) if "whole" in what]
+    ((_, _, code),) = map(shlex.split, of_base)
+    assert code.startswith('import dms_jax; m = dms_jax.load("m.gguf", adapter="runs/x/training')
+    assert of_base == [f"python -c '{code}'"]
     assert (whole["generate"].model, whole["generate"].adapter) == ("runs/x/training/model", None)

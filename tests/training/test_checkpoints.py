@@ -108,6 +108,11 @@ def break_the_checksums(path):
     (path / "checkpoints" / "6" / "checksums.json").write_text("{")
 
 
+def put_a_pipe_for_the_checksums(path):
+    remove_the_checksums(path)
+    os.mkfifo(path / "checkpoints" / "6" / "checksums.json")
+
+
 def remove_the_checksums(path):
     (path / "checkpoints" / "6" / "checksums.json").unlink()
 
@@ -121,6 +126,7 @@ def remove_the_checksums(path):
         (flip, "has changed since it was written"),
         (break_the_position, "meta/metadata has changed since it was written"),
         (remove_the_checksums, "checksums.json cannot be read"),
+        (put_a_pipe_for_the_checksums, "checksums.json cannot be read"),
     ],
 )
 def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, damage, message):

@@ -1,5 +1,6 @@
 """The page of a self-taught retrofit: the figures, and the commands."""
 
+import json
 import shlex
 from typing import Any
 
@@ -31,11 +32,12 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
     if config.dtype is not None:
         of_model += ["--dtype", config.dtype]
     chat, system = [], []
+    asks = ["--plain"]  # the default of `generate` is a chat if the checkpoint has one
     if results["chat"]:
-        chat = ["--chat", *(["--template", *config.template] if config.template else [])]
+        asks = chat = ["--chat", *(["--template", *config.template] if config.template else [])]
         system = [] if config.system is None else ["--system", config.system]
     start = "Why is the sky blue?" if chat else "Once upon a time"
-    try_it = ["dms-jax", "generate", start, *of_model, *chat]
+    try_it = ["dms-jax", "generate", start, *of_model, *asks]
     found = [
         ("The same run, or the rest of it", results["provenance"]["command"]),
         ("An answer from the small cache", shlex.join(try_it)),
@@ -47,10 +49,11 @@ def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str
         measured = ["dms-jax", "evaluate", *of_model, *asked, *answered]
         found.append(("Accuracy on a file of problems of its own", shlex.join(measured)))
     elif config.adapter_only:
-        base = f"dms_jax.assets.path({config.model!r})" if config.model in SHIPPED else None
+        base = json.dumps(config.model)  # double quotes, as the shell takes single ones
+        base = f"dms_jax.assets.path({base})" if config.model in SHIPPED else base
         whole = (
-            f"import dms_jax; m = dms_jax.load({base or repr(config.model)}, "
-            f"adapter={result!r}, merge=True); dms_jax.save(m, m.policy, 'whole')"
+            f"import dms_jax; m = dms_jax.load({base}, adapter={json.dumps(result)}, merge=True); "
+            'dms_jax.save(m, m.policy, "whole")'
         )
         found.append(("A whole checkpoint", shlex.join(["python", "-c", whole])))
     return found

@@ -22,11 +22,12 @@ from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data.sources import TextFiles
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.prompting import encode_problem
-from dms_jax.evaluation.records import Record, read_records
+from dms_jax.evaluation.records import Record, holds_records, read_records
 from dms_jax.evaluation.tasks import GSM8K, MATH500, Mathematics
 from dms_jax.generation.requests import encode_prompt
 from dms_jax.model.language_model import LanguageModel
 
+_ASKING = ("messages", "prompt", "question")  # a record with one of these is no text to continue
 JUDGES: dict[str, type[Mathematics]] = {task.name: task for task in (GSM8K, Mathematics, MATH500)}
 
 
@@ -77,7 +78,7 @@ def read_questions(
     if model.tokenizer is None:
         raise dms_jax.ConfigError(f"--model {config.model} came without a tokenizer.")
     fingerprint = hashlib.sha256(read_file("--prompts", config.prompts)).hexdigest()
-    chat = config.make_chat(model)
+    chat = None if all(map(_is_text, records)) else config.make_chat(model)
     task = _task(config, records, chat)
     first_held_out = len(records) - config.held_out
     held_out = range(first_held_out, len(records))
@@ -129,6 +130,7 @@ def read_prompts(config: SelfTaught) -> list[Record]:
     if config.prompts is None:
         raise dms_jax.ConfigError("give --model and --prompts.")
     records = _records(config.prompts)
+    _check_chat(config, records)
     _judge(config, records)
     if len(records) <= config.held_out:
         raise _none_left(config, records)
@@ -136,7 +138,7 @@ def read_prompts(config: SelfTaught) -> list[Record]:
 
 
 def _records(path: pathlib.Path) -> list[Record]:
-    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
+    if holds_records(path):
         return list(read_records(path))
     source = TextFiles(path)
     return [
@@ -150,6 +152,27 @@ def _none_left(config: SelfTaught, records: list[Record], also: str = "") -> dms
         f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
         f"{config.held_out} leaves none to train on{also}."
     )
+
+
+def _check_chat(config: SelfTaught, records: list[Record]) -> None:
+    """Raises ConfigError if options of a chat are given, and a record is a text to continue."""
+    options = {
+        "--chat yes": config.chat == "yes",
+        "--system": config.system is not None,
+        "--template": bool(config.template),
+    }
+    option = next((option for option, given in options.items() if given), None)
+    text = next(filter(_is_text, records), None)
+    if option is not None and text is not None:
+        raise dms_jax.ConfigError(
+            f"{option} is for questions, and {text.where} is a text, which is continued: leave it "
+            'out, or ask in rows with a "prompt".'
+        )
+
+
+def _is_text(record: Record) -> bool:
+    """Whether a record is a text to continue."""
+    return "text" in record.fields and record.fields.keys().isdisjoint(_ASKING)
 
 
 def _judge(config: SelfTaught, records: list[Record]) -> str:
@@ -193,7 +216,7 @@ def _encode(record: Record, model: LanguageModel, chat: Chat | None, beginning: 
         return _of_chat(model, messages, chat or Chat(), record)
     if "prompt" in fields and isinstance(fields["prompt"], list):
         return _of_chat(model, _turns(record, "prompt"), chat or Chat(), record)
-    if "text" in fields and "prompt" not in fields and "question" not in fields:
+    if _is_text(record):
         tokens = model.tokenizer.encode(record.text("text"))[:beginning]
         return encode_prompt(model, tokens, name=record.where)
     text = record.text("prompt", "question", "problem")

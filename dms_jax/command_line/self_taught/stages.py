@@ -63,8 +63,8 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
     lessons = choose(config, questions, answers, config.out)
     held_out = HeldOut(config, base, lessons.held_out)
     print(
-        f"{recipe.name}: {lessons.figures['kept']} answers of "
-        f"{lessons.figures['tokens']:,} tokens, {recipe.total_steps(policy)} steps",
+        f"--keep {config.keep}: {lessons.figures['kept']} of {lessons.figures['sampled']} answers, "
+        f"{lessons.figures['tokens']:,} tokens in all",
         flush=True,
     )
     train(config, base, lessons, held_out)

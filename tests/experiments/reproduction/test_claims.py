@@ -16,7 +16,7 @@ computed = functools.cache(claims.computed)  # some figures are on several pages
 @pytest.mark.parametrize("name", claims.PAGES)
 def test_page_numbers_follow_from_records(name):
     """`python -m experiments.reproduction.claims --write` corrects them."""
-    text = (claims.ROOT / name).read_text(encoding="utf-8")
+    text = claims.inlined((claims.ROOT / name).read_text(encoding="utf-8"))
     assert claims.formulas(text) > 0
     wrong = [
         f"{found['shown']} is {computed(found['formula'])}: {found['formula']}"
@@ -29,7 +29,8 @@ def test_page_numbers_follow_from_records(name):
 @pytest.mark.parametrize("name", [x for x in claims.PAGES if "README" in x or "CLAIMS" in x])
 def test_no_error_bar_without_its_formula(name):
     """Except the first look at SmolLM2's adapter, whose table has its own commands."""
-    text = claims.TAGGED.sub("", (claims.ROOT / name).read_text(encoding="utf-8"))
+    page = (claims.ROOT / name).read_text(encoding="utf-8")
+    text = claims.TAGGED.sub("", claims.inlined(page))
     if "smollm2" in name:
         text = text.partition("On an H200, afterwards")[2].partition("## Commands")[0]
     assert not re.findall(r".*\d ± .*", text)
@@ -179,6 +180,35 @@ def test_page_recomputed_and_stray_formula_refused(monkeypatch):
         claims.formulas("words<!--= a -->")
 
 
+QUOTED = """\
+The best loses 1.8 ± 0.8 points, the
+worst 17.4 ± 1.2 points. **Not** of 1,319, of 319.
+
+<!-- Formulas of the numbers
+best loses {a b > -2} points, the worst {c}
+of {d},
+-->
+"""
+
+
+def test_formulas_at_the_end_stand_for_the_numbers_that_they_quote():
+    got = claims.inlined(QUOTED)
+    assert got.startswith(
+        "The best loses 1.8 ± 0.8<!--= a b > -2 --> points, the\n"
+        "worst 17.4 ± 1.2<!--= c --> points. **Not** of 1,319<!--= d -->, of 319."
+    )
+    assert claims.formulas(got) == 3
+    for old, new, told in (
+        ("The best loses", "It lost", "quotes 0 places"),
+        ("of 319.", "of 319,", "quotes 2 places"),
+        ("of {d},", "worst {d} points", "not a number of its own"),
+        ("of {d},", "of 319.", "not a number of its own"),
+        ("1,319", "1,319<!--= d -->", "choose one place"),
+    ):
+        with pytest.raises(DataError, match=told):
+            claims.inlined(QUOTED.replace(old, new))
+
+
 def test_values_from_other_reports(monkeypatch, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"rows": [{"x": 3}, {"x": 1.5}]}))
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
@@ -213,3 +243,8 @@ def test_different_page_is_reported_and_corrected(monkeypatch, tmp_path, capsys)
     assert page.read_text().startswith("solves 2.5<!--= score m plain gsm8k -->%, **shown**")
     assert drawn == [("m.png", "m")]
     assert claims.main(claims.Config()) == 0
+    quotes = "<!-- Formulas of the numbers\nsolves {score m plain gsm8k}%, {a}\n-->\n"
+    page.write_text(f"solves 1.0%, **partly**\n{quotes}")
+    assert claims.main(claims.Config()) == 1
+    assert claims.main(claims.Config(write=True)) == 0
+    assert page.read_text() == f"solves 2.5%, **shown**\n{quotes}"
