@@ -54,8 +54,8 @@ def test_shipped_adapter_as_the_model_is_its_base_with_it(command, capsys):
 
 
 def test_command_that_trains_an_adapter_takes_the_base_alone(capsys):
-    command = ["retrofit", "self-taught", "--out", "run", "--prompts", "p"]
-    (pathlib.Path.cwd() / "p").write_text("Hi\n" * 65)
+    command = ["retrofit", "self-taught", "--out", "run", "--prompts", "p.jsonl", "--held-out", "1"]
+    pathlib.Path("p.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(2)))
     assert main([*command, "--model", "reasoner-11m-dms"]) == 2
     said = "--model reasoner-11m-dms: that is an adapter; give --model reasoner-11m."
     assert said in capsys.readouterr().err
