@@ -2,7 +2,7 @@
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
-- `path("reasoner-11m-dms")`: a DMS adapter for it, for a cache 6 to 8 times smaller:
+- `path("reasoner-11m-dms")`: a DMS adapter for it, for a cache 6 to 7 times smaller:
   `load(path("reasoner-11m"), adapter=path("reasoner-11m-dms"))`.
 - `path("smollm2-135m-instruct-dms")`: a DMS adapter for SmolLM2-135M-Instruct (Apache-2.0), which
   is not part of this: `load("smollm2.gguf", adapter=path("smollm2-135m-instruct-dms"))`.
