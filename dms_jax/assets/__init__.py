@@ -2,7 +2,8 @@
 
 - `path("stories260k")`: a Hugging Face directory of a Llama with 260,032 parameters (MIT).
 - `path("reasoner-11m")`: one with 10,818,880 that works problems out step by step (Apache-2.0).
-- `path("reasoner-11m-dms")`: the same retrofitted with DMS, for a cache 6 to 8 times smaller.
+- `path("reasoner-11m-dms")`: a DMS adapter for it, for a cache 6 to 7 times smaller:
+  `load(path("reasoner-11m"), adapter=path("reasoner-11m-dms"))`.
 - `path("smollm2-135m-instruct-dms")`: a DMS adapter for SmolLM2-135M-Instruct (Apache-2.0), which
   is not part of this: `load("smollm2.gguf", adapter=path("smollm2-135m-instruct-dms"))`.
 - `stories("train")`, `stories("valid")`, `stories("more")`: disjoint parts of TinyStories
@@ -10,7 +11,7 @@
 - `books("train")`, ...: three disjoint parts of two public-domain novels.
 
 Each has its licence and a README beside it. A checkout has all of them. The wheel has the first
-model, the adapter and the first two parts of the stories; `fetch()` downloads the others
+model, the adapter for SmolLM2 and two parts of the stories; `fetch()` downloads the others
 (`fetching.py`), as does a command of `dms-jax` that needs one.
 """
 
@@ -30,6 +31,7 @@ NAMES = {
     "stories260k",
     "tinystories",
 }
+BASES = {"reasoner-11m-dms": "reasoner-11m"}  # of adapters whose base ships too
 _BOOKS = ("war_and_peace", "moby_dick")
 # Parts of each book by paragraphs: 14/16 for training, 1/16 each for validation and test.
 _BOOK_PARTS = {"train": (0, 14), "validation": (14, 15), "test": (15, 16)}
@@ -90,4 +92,4 @@ def _unpacked(file: pathlib.Path) -> str:
     return gzip.decompress(file.read_bytes()).decode("utf-8")
 
 
-__all__ = ["NAMES", "books", "fetch", "path", "stories"]
+__all__ = ["BASES", "NAMES", "books", "fetch", "path", "stories"]

@@ -10,6 +10,7 @@ import re
 import warnings
 from typing import Any
 
+from dms_jax.assets import BASES
 from dms_jax.checkpoint import mxfp4, names, staging
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, of_run
 from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, is_directory, read_json
@@ -62,9 +63,11 @@ def _read_directory(directory: pathlib.Path) -> Contents:
     hf_config = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES)
     if hf_config is None:
         if (directory / ADAPTER_CONFIG).exists():
+            base = BASES.get(directory.name)
+            shipped = "" if base is None else f" (dms_jax.assets.path({base!r}))"
             raise CheckpointError(
                 f"{directory} holds an adapter and no model: load the model that it was trained "
-                "on, with this directory as `adapter`"
+                f"on{shipped}, with this directory as `adapter`"
             )
         found = sorted(plain(file.name) for file in directory.glob("*.gguf"))
         hint = f"; give the GGUF file itself ({', '.join(found[:3])})" if found else f"; {HOLDS}"

@@ -5,10 +5,10 @@
     dms-jax demo --only quickstart --quickstart.sequences 20
 
 The first part (`demos/quickstart.py`) retrofits stories260K and decodes held-out stories under
-every cache; the second (`demos/solve.py`) lets the shipped reasoning model and its DMS retrofit
-work on the same problems, side by side. They need no accelerator: on two idle CPU cores the first
-takes two to three minutes, both about four. An installed wheel downloads the two larger models once
-(43 MB); if it cannot, the second part is skipped.
+every cache; in the second (`demos/solve.py`) the shipped reasoning model solves problems with its
+whole cache and with its DMS adapter, side by side. They need no accelerator: on two idle CPU cores
+the first takes two to three minutes, both about four. An installed wheel downloads the larger model
+and its adapter once (23 MB); if it cannot, the second part is skipped.
 """
 
 import dataclasses

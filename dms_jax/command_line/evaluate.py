@@ -94,7 +94,7 @@ class Config(Devices):
 
     model: str = "reasoner-11m"
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
-    stories260k, reasoner-11m, reasoner-11m-dms."""
+    stories260k, reasoner-11m, reasoner-11m-dms (the same with its adapter)."""
     adapter: str | None = None
     """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     task: str = "reasoning"

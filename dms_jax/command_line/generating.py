@@ -30,7 +30,7 @@ class Generating(Devices):
 
     model: str = SHIPPED[0]
     """A Hugging Face directory, a GGUF file, a hub id (owner/name), or a model that ships:
-    stories260k, reasoner-11m, reasoner-11m-dms."""
+    stories260k, reasoner-11m, reasoner-11m-dms (the same with its adapter)."""
     adapter: str | None = None
     """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

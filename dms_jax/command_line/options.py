@@ -41,8 +41,8 @@ from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
 from dms_jax.training.display import short_of_target
 
-SHIPPED = ("stories260k", "reasoner-11m", "reasoner-11m-dms")
-ADAPTERS = ("smollm2-135m-instruct-dms",)
+SHIPPED = ("stories260k", "reasoner-11m")
+ADAPTERS = ("smollm2-135m-instruct-dms", *assets.BASES)
 TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
@@ -58,7 +58,8 @@ def find_model(name: str) -> str | pathlib.Path:
     """Returns the path or hub id of --model, which may be the name of a shipped model.
 
     Raises:
-      ConfigError: the path does not exist, and the name resembles a shipped model's.
+      ConfigError: the name is that of a shipped adapter; or the path does not exist, and the name
+        resembles a shipped model's.
     """
     return _shipped("--model", name, SHIPPED)
 
@@ -70,6 +71,25 @@ def find_adapter(name: str | None) -> str | pathlib.Path | None:
       ConfigError: the path does not exist, and the name resembles a shipped adapter's.
     """
     return None if name is None else _shipped("--adapter", name, ADAPTERS)
+
+
+def find_both(
+    model: str, adapter: str | None
+) -> tuple[str | pathlib.Path, str | pathlib.Path | None]:
+    """Returns --model and --adapter; a shipped adapter as --model is its base with the adapter.
+
+    Raises:
+      ConfigError: as `find_model` and `find_adapter`; or --model and --adapter are adapters.
+    """
+    base = assets.BASES.get(model)
+    if base is None:
+        return find_model(model), find_adapter(adapter)
+    if adapter is not None:
+        raise dms_jax.ConfigError(
+            f"--model {model} is {base} with its adapter; leave out --adapter, or give --model "
+            f"{base}."
+        )
+    return find_model(base), find_adapter(model)
 
 
 def shipped(name: str) -> pathlib.Path:
@@ -87,8 +107,10 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
     if name in names:
         return shipped(name)
     if name in SHIPPED + ADAPTERS and not pathlib.Path(name).exists():
-        other, kind = ("--model", "a model") if name in SHIPPED else ("--adapter", "an adapter")
-        raise dms_jax.ConfigError(f"{option} {name}: that is {kind}; give {other} {name}.")
+        kind = "a model" if name in SHIPPED else "an adapter"
+        if base := assets.BASES.get(name, name if name in SHIPPED else None):
+            raise dms_jax.ConfigError(f"{option} {name}: that is {kind}; give --model {base}.")
+        raise dms_jax.ConfigError(f"{option} {name}: that is {kind}; give --adapter {name}.")
     beginning = [each for each in names if name and each.startswith(name.lower())]
     meant = guess(beginning[0] if beginning else name, names)
     if meant and "/" not in name and not pathlib.Path(name).exists():
@@ -103,7 +125,7 @@ def load_model(
     name: str, adapter: str | None, dtype: str | None, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:
     """Loads --model with --adapter; warns if its training ended short of the target ratio."""
-    found, beside = find_model(name), find_adapter(adapter)
+    found, beside = find_both(name, adapter)
     for each in filter(None, (found, beside)):
         tell_if_short(each)
     return dms_jax.load(found, dtype=dtype, adapter=beside, mesh=mesh)

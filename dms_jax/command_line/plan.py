@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 import dms_jax
+from dms_jax import assets
 from dms_jax.checkpoint import gguf
 from dms_jax.checkpoint.contents import HOLDS
 from dms_jax.command_line.options import SHIPPED, find_model
@@ -69,7 +70,7 @@ def shape_of(model: str) -> ModelConfig:
     """Returns the shape of a known name, a shipped model, a GGUF file, or a directory."""
     if model in SHAPES:
         return SHAPES[model]
-    path = pathlib.Path(find_model(model)).expanduser()
+    path = pathlib.Path(find_model(assets.BASES.get(model, model))).expanduser()
     if gguf.is_gguf(path):
         return gguf.read_model(gguf.GgufFiles(path))[0]
     if not path.is_dir():

@@ -24,7 +24,7 @@ import pathlib
 
 import dms_jax
 from dms_jax import assets, processes
-from dms_jax.command_line.options import find_adapter, find_model, read_options
+from dms_jax.command_line.options import find_both, read_options
 from dms_jax.command_line.reports import reserve_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
@@ -110,12 +110,8 @@ def main(config: Config | SelfTaught) -> None:
     policy = config.make_policy()
     with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
         data = config.make_data()
-        base = dms_jax.load(
-            find_model(config.model),
-            mesh=mesh,
-            adapter=find_adapter(config.adapter),
-            for_training=True,
-        )
+        path, adapter = find_both(config.model, config.adapter)
+        base = dms_jax.load(path, mesh=mesh, adapter=adapter, for_training=True)
         recipe = config.make_recipe(base.config.max_position_embeddings)
         if recipe.sequence_length < asked.sequence_length:
             say(

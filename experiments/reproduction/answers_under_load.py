@@ -31,7 +31,7 @@ import numpy as np
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.command_line.options import check_names
+from dms_jax.command_line.options import check_names, load_model
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling
@@ -45,7 +45,7 @@ from dms_jax.policies import Policy
 
 POLICIES: dict[str, tuple[str, Policy | None, dict[str, Any]]] = {
     "Vanilla": ("stories260k", dms_jax.Vanilla(), {}),
-    "DMS": ("reasoner-11m-dms", None, {}),  # its own
+    "DMS": ("reasoner-11m-dms", None, {}),  # the adapter's own
     "TOVA": ("stories260k", dms_jax.TOVA(budget=48, prefill="evict_past_budget"), {}),
     "Quest": ("stories260k", dms_jax.Quest(budget=48), {}),
     "SnapKV": ("stories260k", dms_jax.SnapKV(budget=48, window=16, interval=32), {}),
@@ -102,7 +102,7 @@ def main(config: Config) -> dict[str, Any]:
 def measure(name: str, config: Config) -> dict[str, Any]:
     """Answers the requests of one policy under load and alone, and compares."""
     path, policy, options = POLICIES[name]
-    model = dms_jax.load(assets.path(path), dtype=config.dtype)
+    model = load_model(path, None, config.dtype)
     policy = model.resolve_policy(policy)
     settings: dict[str, Any] = dict(
         num_lanes=config.lanes, max_tokens=2 * config.most_tokens, chunk=8, page_size=16, **options

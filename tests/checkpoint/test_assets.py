@@ -1,5 +1,7 @@
 """The shipped model against its card, and the shipped texts."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 
 from dms_jax import assets
 from dms_jax.checkpoint import load
-from dms_jax.errors import DataError
-from dms_jax.policies import Vanilla
+from dms_jax.errors import CheckpointError, DataError
+from dms_jax.policies import DMS, Vanilla
 
 # Greedy text of stories260K as its card gives it.
 OPENING = (
@@ -79,6 +81,15 @@ def test_every_asset_carries_its_licence():
         assert "icence" in (assets.path(name) / "README.md").read_text()
     for name in ("books", "reasoner-11m", "reasoner-11m-dms"):  # public domain, and our own
         assert "**Licence:**" in (assets.path(name) / "README.md").read_text()
+
+
+def test_adapter_fits_its_base_and_is_refused_alone():
+    adapter = assets.path("reasoner-11m-dms")
+    model = load(assets.path("reasoner-11m"), adapter=adapter)
+    assert model.policy == DMS(window=16, source="adapter", shift=0)
+    said = f"dms_jax.load(dms_jax.assets.path('reasoner-11m'), adapter={str(adapter)!r})"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load(adapter)
 
 
 def test_unknown_asset_is_refused():

@@ -44,6 +44,7 @@ def test_shape_may_come_from_a_directory(tmp_path):
     shape = plan.shape_of(str(assets.path("stories260k")))
     assert shape == dms_jax.load(assets.path("stories260k")).config
     assert plan.shape_of("stories260k") == shape
+    assert plan.shape_of("reasoner-11m-dms") == plan.shape_of("reasoner-11m")
     with pytest.raises(dms_jax.ConfigError, match=r"none of the shapes llama.*ships \(stories"):
         plan.shape_of("llama-9")
     gguf_files.convert(assets.path("stories260k"), tmp_path / "stories.gguf")

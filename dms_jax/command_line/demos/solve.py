@@ -2,11 +2,10 @@
 
     dms-jax demo --only solve
 
-The shipped model of 11 million parameters and the one retrofitted from it with DMS
-(`reasoner-11m-dms`) get the same problems: equations, nested arithmetic, chains of comparisons, and
-a number hidden in a page of prose. Each draws its answers at temperature 0.7 from the paged cache.
-One problem of each kind is shown with both solutions; the table shows right answers, and tokens
-held in the cache and read.
+The shipped model of 11 million parameters, alone and with its DMS adapter (`reasoner-11m-dms`),
+solves equations, nested arithmetic and chains of comparisons, and finds a number hidden in a page
+of prose. Answers are drawn at temperature 0.7 from the paged cache. One problem of each kind is
+shown with both solutions; the table shows right answers, and tokens held in the cache and read.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from rich.text import Text
 
 import dms_jax
 from dms_jax.checks import Count, Whole, check
-from dms_jax.command_line.options import shipped
+from dms_jax.command_line.options import load_model
 from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
 from dms_jax.evaluation import Result, evaluate
 
@@ -69,7 +68,7 @@ class Config:
 def main(config: Config) -> dict[str, Result]:
     """Solves the problems with both models and shows them; returns the measurements."""
     console = Console(highlight=False)
-    models = {label: dms_jax.load(shipped(name), dtype="float32") for label, name in MODELS.items()}
+    models = {label: load_model(name, None, "float32") for label, name in MODELS.items()}
     count = config.problems * len(TASKS)
     console.print(
         f"[bold]{count} problems[/bold] for reasoner-11m, with its whole cache (dense), then "
