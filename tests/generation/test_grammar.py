@@ -18,6 +18,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, grammar, programs
+from dms_jax.generation import runner as runner_module
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
@@ -160,6 +161,22 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
         serve_arrivals(engine, [[requests[place] for place in some] for some in order])
         for each, want in zip(requests, alone, strict=True):
             assert (each.generated, each.finish_reason) == (want.tokens, want.finish_reason)
+
+
+def test_only_changed_masks_are_sent(engine, monkeypatch):
+    """The array is the same each time, as that of `TokenMasks`."""
+    runner, sent, random = engine.runner, [], np.random.default_rng(0)
+    update = programs.update_masks
+    monkeypatch.setattr(runner_module, "MASKS", 2)
+    monkeypatch.setattr(
+        programs, "update_masks", lambda *given: sent.append(len(given[1])) or update(*given)
+    )
+    monkeypatch.setattr(runner, "_masks", None)
+    masks = random.integers(1, 9, (4, 16), np.int32)
+    for lanes in ([], [], [2], [0, 3], [0, 1, 2], [3], []):
+        masks[lanes, random.integers(16)] += 1
+        assert np.asarray(runner._send_masks(masks)).tolist() == masks.tolist()
+    assert sent == [4, 2, 2, 4, 2]
 
 
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
