@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import types
@@ -439,6 +440,32 @@ def test_masks_are_reused_only_on_one_device(reused):
     second = masks.after(request, np.array([5]), np.array([1]), end_tokens=())
     assert (second == -1).all()
     assert (first is second, (first == before).all()) == (reused, not reused)
+
+
+@pytest.mark.parametrize("alone", [0, 3, 99])
+def test_masks_do_not_depend_on_threads(monkeypatch, alone):
+    """The first `alone` masks are computed by the engine's thread, the others in a pool."""
+    clock = itertools.count()
+    monkeypatch.setattr(grammar, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(grammar, "_ALONE_SECONDS", alone)
+    patterns = ["[a-z ]*", "[0-9]+", "(yes|no)", "[A-Z][a-z]*", "(.|\n)*"]
+    samplings = [dataclasses.replace(GREEDY, grammar=Grammar.regex(each)) for each in patterns]
+    requests = requests_of([[1]] * len(patterns), samplings)
+    grammar.make_matchers(stories(), requests)
+    lanes = dict(enumerate(requests, 1))
+    apart = [each.matcher.compiled.deep_copy() for each in requests]
+    tokens = np.zeros(len(patterns) + 2, np.int32)
+    masks = TokenMasks(len(tokens), stories().config.vocab_size)
+    found = masks.next({lane: each.matcher for lane, each in lanes.items()}).copy()
+    for _ in range(3):
+        assert (found[[0, -1]] == -1).all()
+        for lane, matcher in enumerate(apart, 1):
+            want = np.frombuffer(matcher.compute_bitmask(), np.int32)[: found.shape[1]]
+            chex.assert_trees_all_equal(found[lane], want)
+            allowed = np.unpackbits(want.view(np.uint8), bitorder="little")
+            tokens[lane] = np.flatnonzero(allowed)[0]
+            matcher.consume_token(tokens[lane])
+        found = masks.after(lanes, tokens, np.ones_like(tokens), end_tokens=())
 
 
 def test_ended_lane_is_not_masked():
