@@ -19,8 +19,8 @@ While it waits for a token, the host sends the updates of the previous chunk. Th
 are recorded by chunks, as always.
 
 The other lanes of such a chunk pay two launches per step instead of one per chunk, and wait for the
-masks if these take longer than the layers. 256 masks of 152,000 tokens of a simple grammar
-take about a millisecond. Waking up threads takes longer, so they only share longer work
+masks if these take longer than the layers. 256 masks of 152,000 tokens of a simple grammar take
+about a millisecond. Waking up threads takes longer, so they only share longer work
 (`_ALONE_SECONDS`). The masks stay on the device, and only changed ones are sent, 19 KB each (all, 5
 MB, if more than `runner.MASKS` have changed). Chunks without such a lane run as usual.
 """
