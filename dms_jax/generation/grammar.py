@@ -19,15 +19,19 @@ While it waits for a token, the host sends the updates of the previous chunk. Th
 are recorded by chunks, as always.
 
 The other lanes of such a chunk pay two launches per step instead of one per chunk, and wait for the
-masks if these take longer than the layers: 256 masks of 152,000 tokens take 2 to 4 ms of processor
-time, in threads, and 5 MB of transfer. Chunks without such a lane run as usual.
+masks if these take longer than the layers. 256 masks of 152,000 tokens of a simple grammar take
+about a millisecond. Waking up threads takes longer, so they only share longer work
+(`_ALONE_SECONDS`). The masks stay on the device, and only changed ones are sent, 19 KB each (all, 5
+MB, if more than `runner.MASKS` have changed). Chunks without such a lane run as usual.
 """
 
 import dataclasses
 import functools
 import json
+import os
 import re
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -47,6 +51,10 @@ _JSON_FORM = {
     "key_separator": ": ",
     "lenient": False,
 }
+# Masks of a step that take longer than this are computed in threads. After a pause of some
+# milliseconds, waking up threads takes as long.
+_ALONE_SECONDS = 2e-3
+_MOST_THREADS = 8
 _MOST_COMPILED = 64  # compiled grammars to keep, for requests that send one again
 _LONGEST_ERROR = 600
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -252,14 +260,14 @@ class TokenMasks:
 
     @functools.cached_property
     def _executor(self) -> Any:
-        return _library().LLExecutor()
+        return _library().LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
 
     def everything(self) -> Int[np.ndarray, "B words"]:
         """Returns the masks of lanes without a grammar."""
         return np.full(self._shape, -1, np.int32)
 
     def next(self, matchers: Mapping[int, Matcher | OpeningMatcher]) -> Int[np.ndarray, "B words"]:
-        """Returns the masks of all lanes, by matchers where given; computes in threads."""
+        """Returns the masks of all lanes, by matchers where given."""
         masks = self.everything()
         self._fill(masks, *_by_kind(matchers))
         return masks
@@ -270,11 +278,14 @@ class TokenMasks:
         compiled: list[tuple[Any, int]],
         openings: list[tuple[OpeningMatcher, int]],
     ) -> None:
-        if compiled:
-            words = self._shape[1]
-            self._executor.unsafe_compute_mask_ptr(
-                compiled, masks.ctypes.data, 4 * words, len(masks)
-            )
+        start, size = masks.ctypes.data, 4 * self._shape[1]
+        end = time.perf_counter() + _ALONE_SECONDS
+        for place, (matcher, lane) in enumerate(compiled):
+            if time.perf_counter() > end:
+                rest = compiled[place:]
+                self._executor.unsafe_compute_mask_ptr(rest, start, size, len(masks))
+                break
+            matcher.unsafe_compute_mask_ptr(start + lane * size, size)
         for matcher, lane in openings:
             if (only := matcher.only) is None:
                 masks[lane] = -1
@@ -309,8 +320,8 @@ class TokenMasks:
         tokens, going = newest.tolist(), goes_on.tolist()
         matchers = {lane: each.matcher for lane, each in requests.items() if going[lane]}
         compiled, openings = _by_kind(matchers)
-        if compiled:
-            self._executor.consume_token_par([(each, tokens[lane]) for each, lane in compiled])
+        for matcher, lane in compiled:
+            matcher.consume_token(tokens[lane])
         for matcher, _ in openings:
             matcher.read()
         if self._steps is None or not self._reused:

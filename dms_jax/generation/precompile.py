@@ -98,6 +98,7 @@ def compile_first(
             # Steps take the compiler longest: they come first, while prompts are traced.
             *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
             *(calls.update_table(pages_of_steps) if steps else []),
+            *(calls.update_masks() if steps and masked else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens(masked=masked)] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
@@ -162,7 +163,7 @@ def compile_all(
     if grammar.is_served(runner.model):
         for pages in widths:
             steps += calls.steps(pages, 1, end_tokens, masked=True)
-        steps.append(calls.first_tokens(masked=True))
+        steps += [calls.first_tokens(masked=True), *calls.update_masks()]
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
@@ -212,16 +213,17 @@ class _Calls:
     ) -> list[_Call]:
         lanes, table = self._lanes, self.runner.everywhere(self._table(len(self._lanes), pages))
         tokens, policy = self.runner.everywhere(lanes), self.runner.traced_policy
-        before = *self.runner.cached, table, tokens, lanes
         if not masked:
+            before = *self.runner.cached, table, tokens, lanes
             settings = (policy, self._rule(num_steps), num_steps, end_tokens)
             return [(programs.decode, (*before, self._seeds, *settings))]
-        given = *before, policy, end_tokens
         cache, counts = self.runner.cache, self.runner.everywhere(lanes)
+        given = *self.runner.cached, table, tokens, counts, policy, end_tokens
         step = programs.Advance(  # like the result of `programs.advance`, without tracing it
             hidden=self.runner.hidden,
             positions=counts,
             active=self.runner.everywhere(lanes > 0),
+            left=counts,
             live=counts,
             reads=counts,
             lengths=self.runner.everywhere(np.zeros(cache.lengths.shape, cache.lengths.dtype)),
@@ -235,6 +237,17 @@ class _Calls:
             return []
         cells = self.runner.no_cells(table.shape)
         return [(programs.update_table, (self.runner.everywhere(table), cells))]
+
+    def update_masks(self) -> list[_Call]:
+        """Returns the programs that change the masks of a few lanes and of all."""
+        if self.runner.model.mesh is not None:
+            return []
+        runner = self.runner
+        masks = grammar.TokenMasks(runner.num_lanes, runner.model.config.vocab_size).everything()
+        every = np.arange(runner.num_lanes, dtype=np.int32)
+        few, some = runner.some_masks(masks, every[:1]), runner.some_masks(masks, every)
+        different = [few, some] if few[0].shape != some[0].shape else [some]
+        return [(programs.update_masks, (jax.numpy.zeros_like(masks), *each)) for each in different]
 
     def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0

@@ -682,6 +682,7 @@ class Advance:
     hidden: Any  # [B, E]
     positions: Any  # Int[B], of the tokens to draw
     active: Any  # Bool[B], the lanes that take part
+    left: Any  # Int[B], the `remaining` of the next step
     live: Any  # Int[B]
     reads: Any  # Int[B]
     lengths: Any  # Int[L, B, K]
@@ -707,6 +708,7 @@ def advance(
     block: int = 1,
 ) -> tuple[Cache, Advance, Tail | None]:
     """Runs a decode step up to its draw, for which masks are computed meanwhile; see `draw`."""
+    given = remaining
     remaining, endless = _split(remaining)
     active = (remaining > 0) & (endless | ~_ends(tokens, end_tokens))
     table_before = cache.page_table
@@ -717,6 +719,7 @@ def advance(
         hidden=passed.hidden[:, 0],
         positions=cache.seen,
         active=active,
+        left=given - (remaining > 0),
         live=passed.live[:, 0],
         reads=passed.reads[:, 0],
         lengths=cache.lengths,
@@ -744,6 +747,14 @@ def draw(
     one = dataclasses.replace(drawn, tokens=new, ran=step.active, live=step.live, reads=step.reads)
     one = jax.tree.map(lambda x: x[None], one)
     return Packed.of(dataclasses.replace(one, lengths=step.lengths)), new
+
+
+@functools.partial(Program, donate_argnums=0)
+def update_masks(
+    masks: Int[Array, "B words"], rows: Int[Array, "n words"], lanes: Int[Array, " n"]
+) -> Int[Array, "B words"]:
+    """Replaces the masks of some lanes; a number beyond the last lane is ignored."""
+    return masks.at[lanes].set(rows, mode="drop")
 
 
 @functools.partial(Program, donate_argnums=0, static_argnums=(3,))

@@ -55,6 +55,7 @@ from dms_jax.policies import Policy
 
 BLOCK_BYTES = 2**27  # of pages copied at a time; held twice meanwhile
 HOST_BLOCK_BYTES = 2**24  # of pages copied to or from the host at a time
+MASKS = 16  # masks changed at a time; if more have changed, all are sent
 CELLS = 2**13  # cells of the page table changed at a time; smaller tables are sent whole
 
 
@@ -207,6 +208,8 @@ class Runner:
         self.cache: Any = None
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
+        # The masks of the last step, on the device and as they were sent.
+        self._masks: tuple[jax.Array, Int[np.ndarray, "B words"]] | None = None
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -301,7 +304,7 @@ class Runner:
     def release(self) -> None:
         """Frees the memory of the cache; `recover` makes another one."""
         self.dirty = True
-        self._table = None
+        self._table = self._masks = None
         if self.cache is not None:
             for leaf in jax.tree.leaves(self.cache):
                 leaf.delete()
@@ -520,16 +523,18 @@ class Runner:
         table, own_table = self._table_of_steps(remaining > 0)
         steps, tail, error = list[Packed](), None, None
         newest: Any = self.everywhere(tokens)
+        on_device: Any = self.everywhere(_joined(remaining, endless))
         sent_seeds, sent_rule = self._send((seeds, rule))
         with use_mesh(self.model.mesh):
             for step in range(min(num_steps, int(remaining.max()))):
                 left = np.maximum(remaining - step, 0).astype(np.int32)
-                given = table, newest, _joined(left, endless), self.traced_policy, end_tokens
+                given = table, newest, on_device, self.traced_policy, end_tokens
                 self.cache, advance, tail = programs.advance(*self.cached, *given)
+                on_device = self.everywhere(advance.left)
                 while not _is_ready(newest) and next(meanwhile, _DONE) is not _DONE:
                     pass
                 try:
-                    allowed = make_masks(np.asarray(newest), left)
+                    allowed = self._send_masks(make_masks(np.asarray(newest), left))
                 except GrammarError as raised:
                     error = raised
                     break
@@ -543,6 +548,35 @@ class Runner:
                 steps.append(drawn)
         most = np.minimum(remaining, num_steps).astype(np.int64)
         return self._launched(steps, newest, most, end_tokens, endless, tail, own_table, error)
+
+    def _send_masks(
+        self, masks: Int[np.ndarray, "B words"]
+    ) -> Int[np.ndarray | jax.Array, "B words"]:
+        """Returns the masks of a step on the device, to which only changed ones are sent.
+
+        On a mesh all are sent with the program. In the middle of a text most masks stay the same.
+        """
+        if self.model.mesh is not None:
+            return masks
+        if self._masks is None:
+            self._masks = jax.numpy.zeros_like(masks), np.zeros_like(masks)
+        on_device, sent = self._masks
+        changed = np.flatnonzero((masks != sent).any(1)).astype(np.int32)
+        if len(changed):
+            sent[changed] = masks[changed]
+            on_device = programs.update_masks(on_device, *self.some_masks(masks, changed))
+            self._masks = on_device, sent
+        return on_device
+
+    def some_masks(
+        self, masks: Int[np.ndarray, "B words"], lanes: Int[np.ndarray, " n"]
+    ) -> tuple[Int[np.ndarray, "m words"], Int[np.ndarray, " m"]]:
+        """Returns the arguments of `programs.update_masks` that change these lanes, or more."""
+        if len(lanes) > MASKS or len(masks) <= MASKS:
+            return masks, np.arange(len(masks), dtype=np.int32)
+        padded = np.full(MASKS, len(masks), np.int32)
+        padded[: len(lanes)] = lanes
+        return masks.take(padded, 0, mode="clip"), padded
 
     def _table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]

@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from dms_jax.serving.service import Service
 BACKLOG = 2048  # the most connections that wait to be accepted
 _EXIT_TIMEOUT = 10.0  # seconds for clients to read the end of their answers
 _REPEAT_SECONDS = 1.0  # between two signals to the main thread
+_SWITCH_SECONDS = 0.5e-3
 
 
 class Server:
@@ -109,7 +111,7 @@ class Server:
             raise KeyboardInterrupt
         self._monitoring = False  # from now on the receiving thread notices the process's end
         events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for a failure
-        with _queue_signals(events):
+        with _queue_signals(events), _short_switches():
             service.on_failure = lambda: events.put(None)
             if service.failure is not None:
                 events.put(None)
@@ -162,6 +164,20 @@ def take_address(host: str, port: int) -> socket.socket:
         other = " Another --port may be free; 0 takes one that is." if in_use else ""
         raise ConfigError(f"--host {host} --port {port}: {what}.{other}") from error
     return taken
+
+
+@contextlib.contextmanager
+def _short_switches() -> Iterator[None]:
+    """Lets the engine's thread run soon after it waits while another thread works.
+
+    By default Python lets a thread work for 5 ms, longer than a step of a small model.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from dms_jax.checks import Whole, check, require, show_options
 from dms_jax.errors import (
@@ -107,8 +107,7 @@ class Turnover:
         return max(1, math.ceil(self._promised - now))
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """The new part of one answer since its last delta.
 
     Attributes:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import types
@@ -18,6 +19,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, grammar, programs
+from dms_jax.generation import runner as runner_module
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
@@ -160,6 +162,22 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
         serve_arrivals(engine, [[requests[place] for place in some] for some in order])
         for each, want in zip(requests, alone, strict=True):
             assert (each.generated, each.finish_reason) == (want.tokens, want.finish_reason)
+
+
+def test_only_changed_masks_are_sent(engine, monkeypatch):
+    """The array is the same each time, as that of `TokenMasks`."""
+    runner, sent, random = engine.runner, [], np.random.default_rng(0)
+    update = programs.update_masks
+    monkeypatch.setattr(runner_module, "MASKS", 2)
+    monkeypatch.setattr(
+        programs, "update_masks", lambda *given: sent.append(len(given[1])) or update(*given)
+    )
+    monkeypatch.setattr(runner, "_masks", None)
+    masks = random.integers(1, 9, (4, 16), np.int32)
+    for lanes in ([], [], [2], [0, 3], [0, 1, 2], [3], []):
+        masks[lanes, random.integers(16)] += 1
+        assert np.asarray(runner._send_masks(masks)).tolist() == masks.tolist()
+    assert sent == [4, 2, 2, 4, 2]
 
 
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
@@ -422,6 +440,32 @@ def test_masks_are_reused_only_on_one_device(reused):
     second = masks.after(request, np.array([5]), np.array([1]), end_tokens=())
     assert (second == -1).all()
     assert (first is second, (first == before).all()) == (reused, not reused)
+
+
+@pytest.mark.parametrize("alone", [0, 3, 99])
+def test_masks_do_not_depend_on_threads(monkeypatch, alone):
+    """The first `alone` masks are computed by the engine's thread, the others in a pool."""
+    clock = itertools.count()
+    monkeypatch.setattr(grammar, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(grammar, "_ALONE_SECONDS", alone)
+    patterns = ["[a-z ]*", "[0-9]+", "(yes|no)", "[A-Z][a-z]*", "(.|\n)*"]
+    samplings = [dataclasses.replace(GREEDY, grammar=Grammar.regex(each)) for each in patterns]
+    requests = requests_of([[1]] * len(patterns), samplings)
+    grammar.make_matchers(stories(), requests)
+    lanes = dict(enumerate(requests, 1))
+    apart = [each.matcher.compiled.deep_copy() for each in requests]
+    tokens = np.zeros(len(patterns) + 2, np.int32)
+    masks = TokenMasks(len(tokens), stories().config.vocab_size)
+    found = masks.next({lane: each.matcher for lane, each in lanes.items()}).copy()
+    for _ in range(3):
+        assert (found[[0, -1]] == -1).all()
+        for lane, matcher in enumerate(apart, 1):
+            want = np.frombuffer(matcher.compute_bitmask(), np.int32)[: found.shape[1]]
+            chex.assert_trees_all_equal(found[lane], want)
+            allowed = np.unpackbits(want.view(np.uint8), bitorder="little")
+            tokens[lane] = np.flatnonzero(allowed)[0]
+            matcher.consume_token(tokens[lane])
+        found = masks.after(lanes, tokens, np.ones_like(tokens), end_tokens=())
 
 
 def test_ended_lane_is_not_masked():

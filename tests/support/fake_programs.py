@@ -261,12 +261,13 @@ def decode(
 def advance(transformer, cache, host, table, tokens, remaining, policy, end_tokens):
     """Fake `programs.advance`."""
     del host
+    left = remaining - (remaining % programs.ENDLESS > 0)
     remaining, endless = remaining % programs.ENDLESS, remaining >= programs.ENDLESS
     ended = jnp.isin(tokens, jnp.asarray(end_tokens, jnp.int32)) & ~endless
     active = (remaining > 0) & ~ended
     cache, read, live = _append(transformer, cache, table, tokens, active, policy)
     hidden = jnp.stack([read.astype(jnp.float32), _broken(tokens).astype(jnp.float32)], -1)
-    step = programs.Advance(hidden, cache.seen, active, live, 2 * live + 1, cache.lengths)
+    step = programs.Advance(hidden, cache.seen, active, left, live, 2 * live + 1, cache.lengths)
     return cache, step, None
 
 
