@@ -29,9 +29,9 @@ Evaluated = Result | ChoiceResult | Perplexity
 # A policy that fails with one of these is reported, and the others still run.
 FAILURES = (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError, NotImplementedError)
 NOTE = """\
-change: against the first row, with the standard error of the paired differences.
-peak, reads: tokens, averages over layers and heads. kB: pages and policy state
-of a sequence, at most."""
+change: against the first row, with the standard error of the paired
+differences. peak, reads: tokens, averages over layers and heads. kB: pages and
+policy state of a sequence, at most."""
 
 
 def gave_up(error: BaseException) -> bool:

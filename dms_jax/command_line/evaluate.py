@@ -366,10 +366,10 @@ def describe(config: Config, result: Evaluated) -> None:
     match result:
         case Perplexity():
             print(
-                f"{found['tokens']:,} tokens of {found['path']}: {result.loss} nats a token, "
+                f"{found['tokens']:,} tokens of {found['path']}:\n{result.loss} nats a token, "
                 f"perplexity {found['perplexity']:.3f}, peak {found['peak']:,.1f} tokens\n"
                 f"{name}: {found['reads']:,.1f} entries read a token, averages over layers and "
-                "heads. ± one standard error over windows."
+                "heads.\n± one standard error over windows."
             )
         case ChoiceResult():
             print(
@@ -385,7 +385,7 @@ def describe(config: Config, result: Evaluated) -> None:
             print(summary_table(rows))
             print(
                 f"\n{name}: {result.seconds:.1f} s with compilation"
-                "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of "
-                "all chains\nof a problem, averages over layers and heads. ratio: tokens seen "
-                "over live ones."
+                "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of"
+                "\nall chains of a problem, averages over layers and heads. ratio: tokens seen"
+                "\nover live ones."
             )

@@ -139,9 +139,9 @@ def main(config: Config) -> Hyperscaling:
     print(
         f"\nGains between frontiers by {config.method}, averaged over the budgets that both"
         f"\ncover, greedy points included:\n\n{result.gains_table(config.method)}\n"
-        "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a problem,"
-        "\naverages over layers and heads. L-W-CR@T: longest answer, chains, nominal ratio,"
-        "\ntemperature. --out keeps the scores by every method."
+        "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a"
+        "\nproblem, averages over layers and heads. L-W-CR@T: longest answer, chains,"
+        "\nnominal ratio, temperature. --out keeps the scores by every method."
     )
     if config.out is not None:
         data = {**provenance(config), **result.to_dict(config.method)}

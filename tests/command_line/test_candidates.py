@@ -10,7 +10,7 @@ import pytest
 import dms_jax
 from dms_jax import assets, terminal
 from dms_jax.command_line import evaluate
-from dms_jax.command_line.candidates import change, gave_up, observed, read_candidates, table
+from dms_jax.command_line.candidates import NOTE, change, gave_up, observed, read_candidates, table
 from dms_jax.evaluation import ChoiceResult, Measured
 
 TEXT = ("max_tokens=24", "window=8")  # three windows
@@ -66,6 +66,7 @@ def test_policies_predict_the_same_text(tmp_path, capsys, monkeypatch):
     shown, told = capsys.readouterr()
     assert told.count("Windows: 3 of 3\n") == len(rows)
     assert "+0.2500 ±0.0000" in shown
+    assert max(map(len, NOTE.splitlines())) <= 80
     assert "reads/token" in shown
 
 
