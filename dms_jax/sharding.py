@@ -68,12 +68,15 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 # The mesh axes that `MODEL` stands for, except for experts.
 _TOGETHER = {MODEL: (EXPERTS, MODEL)}
 
-# Matrices are gathered layer by layer from their shards over both axes (FSDP).
+# Matrices are gathered layer by layer from their shards over both axes (FSDP). Adapters decide for
+# all KV heads on every device: split by head, each would have a part of the hidden states' gradient,
+# to be summed in float32.
 TRAINING_RULES: Rules = {
     "layers": None,
     "embed": (DATA, SEQUENCE),
     "heads": MODEL,
     "kv_heads": MODEL,
+    "decisions": None,
     "group": None,
     "head_dim": MODEL,
     "gate_up": None,
@@ -85,7 +88,7 @@ TRAINING_RULES: Rules = {
     "adapter": None,
 }
 # A decode step must not gather parameters, so none is split over `data`.
-DECODING_RULES: Rules = TRAINING_RULES | {"embed": None, "head_dim": None}
+DECODING_RULES: Rules = TRAINING_RULES | {"embed": None, "head_dim": None, "decisions": MODEL}
 # Rows never cross devices, and each device holds the pages of its own rows.
 CACHE_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),

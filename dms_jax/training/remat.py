@@ -99,10 +99,11 @@ def holds_constants(
       constants: their bytes, over all devices along `model`.
       config, parameters, trained, shards, memory: see `choose_remat`.
     """
-    if memory is None or recipe.remat == "nothing":
+    if memory is None or recipe.remat in ("auto", "nothing"):
         return False
-    counts = dict(parameters=parameters, trained=trained, shards=shards)
-    took = _bytes(recipe, config, recipe.remat, **counts)
+    took = _bytes(
+        recipe, config, recipe.remat, parameters=parameters, trained=trained, shards=shards
+    )
     return took + constants / shards[-1] < SHARE_OF_MEMORY * memory
 
 

@@ -118,8 +118,21 @@ def test_each_device_of_model_gathers_its_own_part(on_cpu):
         return found
 
     whole, halves = moved(8, 8), moved("4x1x2", 4)
+    # And over `model` the gradients of the decisions, in float32.
+    numbers = compiling.SEQUENCES * compiling.LENGTH * compiling.CONFIG.num_kv_heads
+    halves["all-gather"] -= 4 * numbers * compiling.PASSES * compiling.LAYERS
     for kind in ("all-gather", "reduce-scatter"):
         assert 2 * halves[kind] == whole[kind] > 0, kind
+
+
+@pytest.mark.nightly
+def test_model_sums_hidden_states_twice_a_layer_and_pass(on_cpu):
+    """The teacher, the student, and its backward pass, which computes one sum again."""
+    hidden = f"f32[{compiling.SEQUENCES},{compiling.LENGTH},{WIDTH}]"
+    sums = collections.Counter()
+    for kind, arrays, times in on_cpu["4x1x2"]:
+        sums[times] += arrays.count(hidden) * (kind == "all-reduce")
+    assert sums[compiling.PASSES * compiling.LAYERS] == 7
 
 
 @pytest.mark.nightly
