@@ -69,8 +69,8 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 _TOGETHER = {MODEL: (EXPERTS, MODEL)}
 
 # Matrices are gathered layer by layer from their shards over both axes (FSDP). Adapters decide for
-# all KV heads on every device: split by head, each would have a part of the hidden states' gradient,
-# to be summed in float32.
+# all KV heads on every device: split by head, each would have a part of the gradient of the hidden
+# states, to be summed in float32.
 TRAINING_RULES: Rules = {
     "layers": None,
     "embed": (DATA, SEQUENCE),

@@ -476,19 +476,39 @@ def extend(
     """Runs a chunk over some lanes (all if None), and updates their rows in the cache.
 
     `ends_prompt` and `one_pass` are those of `Transformer.cached`. Products have `places` rows, or
-    b * T if None.
+    b * T if None. If lanes are split over devices, so are the entries, each beside its lane.
     """
+    split, _ = sharding.row_axes(*cache.lengths.shape[1:])
+    num_lanes, own = len(cache.seen), lanes
+    if lanes is not None and split is not None:  # lanes are numbered from 0 on every device
+        a_device = num_lanes // sharding.axis_size(split)
+        own = jnp.where(lanes < num_lanes, lanes % a_device, a_device)
+
+    def on_devices(function, *arrays):
+        """Calls a function of arrays by lane or entry [*, B or b, ...] and of the lanes."""
+        if split is None:
+            return function(*arrays, own)
+        rows, line = PartitionSpec(None, split), PartitionSpec(split)
+        specs = *(rows for _ in arrays), line
+        mapped = jax.shard_map(
+            function, in_specs=specs, out_specs=rows, axis_names={split}, check_vma=False
+        )
+        return mapped(*arrays, own)
 
     def take(x):
-        return x if lanes is None else x.at[:, lanes].get(mode="clip")
+        if lanes is None:
+            return x
+        return on_devices(lambda x, lanes: x.at[:, lanes].get(mode="clip"), x)
 
     def put(x, new):
-        return new if lanes is None else x.at[:, lanes].set(new, mode="drop")
+        if lanes is None:
+            return new
+        return on_devices(lambda x, new, lanes: x.at[:, lanes].set(new, mode="drop"), x, new)
 
     # An entry that belongs to no lane is an empty sequence: it reads and writes no lane's pages.
     lengths = take(cache.lengths)
     if lanes is not None:
-        lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
+        lengths = jnp.where((lanes < num_lanes)[:, None], lengths, 0)
     some = dataclasses.replace(
         cache,
         page_table=page_table,

@@ -11,14 +11,17 @@ from tests.generation.support import every_shape
 LAYER = 15_000_000  # parameters of a layer of Qwen2.5-0.5B
 
 
-def shapes_of(chunk=512, tokens=8192, lanes=256, *, few=True, unpadded=True, layer_size=LAYER):
-    form = dict(few=few, unpadded=unpadded, one_pass=few, layer_size=layer_size)
+def shapes_of(
+    chunk=512, tokens=8192, lanes=256, *, few=True, unpadded=True, layer_size=LAYER, groups=1
+):
+    form = dict(few=few, unpadded=unpadded, one_pass=few, layer_size=layer_size, groups=groups)
     return Shapes.of(chunk, tokens, lanes, **form)
 
 
 SHAPES = shapes_of()
 PADDED = shapes_of(unpadded=False)
 MANY = shapes_of(few=False, unpadded=False)
+GROUPS = shapes_of(unpadded=False, groups=8)  # of 32 lanes
 
 
 def test_widths_are_fractions_of_chunk():
@@ -34,6 +37,9 @@ def test_shapes_equal_module_docstring():
     ]
     assert [shape[:3] for shape in every_shape(PADDED)] == [
         *((512, 2, None), (512, 16, None), (256, 4, None), (256, 32, None))
+    ]
+    assert [shape[:3] for shape in every_shape(GROUPS)] == [
+        *((512, 8, None), (512, 16, None), (256, 8, None), (256, 32, None))
     ]
     assert [shape[:2] for shape in every_shape(MANY)] == [
         *((512, 2), (512, 16), (128, 8), (128, 64), (32, 32), (32, 256))
@@ -94,6 +100,26 @@ def test_next_batch(left, lanes, shape):
 )
 def test_next_batch_on_a_mesh(left, lanes, width, entries):
     assert PADDED.next_batch(left) == (lanes, (width, entries, None, True))
+
+
+@pytest.mark.parametrize(
+    ("left", "lanes", "width", "entries"),
+    [
+        ({40: 105}, [40], 256, 8),
+        # One of each group; four of the same group, of which each program has four.
+        (dict.fromkeys(range(0, 256, 32), 105), list(range(0, 256, 32)), 256, 8),
+        (dict.fromkeys(range(32, 44), 105), [32, 33, 34, 35], 256, 32),
+        (dict.fromkeys([0, 1, 2, 255], 600), [0, 1, 255], 512, 16),
+    ],
+)
+def test_each_group_of_lanes_has_its_entries(left, lanes, width, entries):
+    assert GROUPS.next_batch(left) == (lanes, (width, entries, None, True))
+
+
+def test_prompts_are_expected_in_the_groups_in_turn():
+    """Eight prompts have an entry each, twelve take two of four groups."""
+    assert GROUPS.batches([105] * 8, refilled=False) == {(Shape(256, 8, None, True), True)}
+    assert GROUPS.batches([105] * 12, refilled=False) == {(Shape(256, 32, None, True), True)}
 
 
 @pytest.mark.parametrize(
