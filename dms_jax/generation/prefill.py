@@ -27,12 +27,8 @@ On a mesh every entry has places for its whole width:
 
     entries x width      16 x 512   2 x 512   32 x 256   4 x 256
 
-If lanes are split over devices (the axis `data`), each group of lanes has as many of the entries,
-at least one:
-
-    8 groups             16 x 512   8 x 512   32 x 256   8 x 256
-
-Where padding takes long, because a policy reads tokens one by one or all lanes take part:
+If lanes are split over devices (the axis `data`), each group of lanes has so many entries in a
+program. Where padding takes long, because a policy reads tokens one by one or all lanes take part:
 
     entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
 
@@ -80,7 +76,7 @@ class Shapes:
     Attributes:
       widths: numbers of tokens of an entry, the largest first.
       passes: the most chunks of a narrower width that a prompt is cut into.
-      tokens: the most tokens of a program, unless a single entry has more.
+      tokens: the most tokens of a program in each group, unless a single entry has more.
       num_lanes: number of lanes, and the most entries of a program.
       launch: the fixed cost of a program, in tokens.
       unpadded: whether programs have fewer places than entries x width.
@@ -207,8 +203,7 @@ class Shapes:
 
     def of_width(self, width: int) -> list[Shape]:
         """Returns the shapes of a width, the smallest first."""
-        lanes = self.num_lanes // self.groups
-        most = min(max(1, self.tokens // self.groups // width), lanes)
+        most = min(max(1, self.tokens // width), self.num_lanes // self.groups)
         sizes = sorted({max(1, most // 8), most})
         if not self.unpadded:
             return [Shape(width, size * self.groups, None, self.one_pass) for size in sizes]

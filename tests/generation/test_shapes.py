@@ -21,7 +21,7 @@ def shapes_of(
 SHAPES = shapes_of()
 PADDED = shapes_of(unpadded=False)
 MANY = shapes_of(few=False, unpadded=False)
-GROUPS = shapes_of(unpadded=False, groups=8)  # of 32 lanes
+GROUPS = shapes_of(tokens=4096, unpadded=False, groups=8)  # of 32 lanes
 
 
 def test_widths_are_fractions_of_chunk():
@@ -39,7 +39,7 @@ def test_shapes_equal_module_docstring():
         *((512, 2, None), (512, 16, None), (256, 4, None), (256, 32, None))
     ]
     assert [shape[:3] for shape in every_shape(GROUPS)] == [
-        *((512, 8, None), (512, 16, None), (256, 8, None), (256, 32, None))
+        *((512, 8, None), (512, 64, None), (256, 16, None), (256, 128, None))
     ]
     assert [shape[:2] for shape in every_shape(MANY)] == [
         *((512, 2), (512, 16), (128, 8), (128, 64), (32, 32), (32, 256))
@@ -105,11 +105,11 @@ def test_next_batch_on_a_mesh(left, lanes, width, entries):
 @pytest.mark.parametrize(
     ("left", "lanes", "width", "entries"),
     [
-        ({40: 105}, [40], 256, 8),
-        # One of each group; four of the same group, of which each program has four.
-        (dict.fromkeys(range(0, 256, 32), 105), list(range(0, 256, 32)), 256, 8),
-        (dict.fromkeys(range(32, 44), 105), [32, 33, 34, 35], 256, 32),
-        (dict.fromkeys([0, 1, 2, 255], 600), [0, 1, 255], 512, 16),
+        ({40: 105}, [40], 256, 16),
+        # Two of each group; of one group, of which each program has two.
+        (dict.fromkeys(range(0, 256, 16), 105), list(range(0, 256, 16)), 256, 16),
+        (dict.fromkeys([32, 33, 34, 255], 105), [32, 33, 255], 256, 16),
+        (dict.fromkeys([0, 255], 600), [0, 255], 512, 8),
     ],
 )
 def test_each_group_of_lanes_has_its_entries(left, lanes, width, entries):
@@ -117,9 +117,10 @@ def test_each_group_of_lanes_has_its_entries(left, lanes, width, entries):
 
 
 def test_prompts_are_expected_in_the_groups_in_turn():
-    """Eight prompts have an entry each, twelve take two of four groups."""
-    assert GROUPS.batches([105] * 8, refilled=False) == {(Shape(256, 8, None, True), True)}
-    assert GROUPS.batches([105] * 12, refilled=False) == {(Shape(256, 32, None, True), True)}
+    """Sixteen prompts are two in each of eight groups; forty are five, and run at once."""
+    few, many = (Shape(256, size, None, True) for size in (16, 128))
+    assert GROUPS.batches([105] * 16, refilled=False) == {(few, True)}
+    assert GROUPS.batches([105] * 40, refilled=False) == {(many, True)}
 
 
 @pytest.mark.parametrize(
