@@ -227,8 +227,25 @@ def _kind(leaf: Any) -> Any:
         # An array committed to the default place counts as uncommitted: results are committed if an
         # argument was (KCache's values on the host).
         place = leaf.sharding if leaf.committed and not _by_default(leaf.sharding) else None
-        return leaf.shape, leaf.dtype, leaf.weak_type, place
+        return leaf.shape, leaf.dtype, leaf.weak_type, _shortest(place)
     return type(leaf)
+
+
+@functools.cache
+def _shortest(place: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Returns an equal sharding with the shortest specification.
+
+    A program's results may name mesh axes of size 1, or omit dimensions that are not split.
+    """
+    if not isinstance(place, NamedSharding):
+        return place
+    split: list[tuple[str, ...]] = [
+        tuple(name for name in sharding.together(over) if place.mesh.shape[name] > 1)
+        for over in place.spec
+    ]
+    while split and not split[-1]:
+        split.pop()
+    return NamedSharding(place.mesh, PartitionSpec(*split), memory_kind=place.memory_kind)
 
 
 def _by_default(place: jax.sharding.Sharding) -> bool:
