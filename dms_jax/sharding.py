@@ -25,7 +25,9 @@ devices may be 8 in `model`, 8 in `experts`, or 4 by 2, and hold one copy of wei
 Every device computes its part for all tokens of its `data` shard, and the parts are summed.
 
 The gradients of training are computed inside `jax.shard_map` over `data` and `sequence`, where
-`gather` and `scatter` define the collectives and their types; the partitioner handles `model`.
+`gather` and `scatter` define the collectives and their types; the partitioner handles `model`. It
+cannot split a collective of `shard_map`: it would gather the operand over `model` first. So each
+device of `model` runs `gather` and `scatter` on its own part (`_on_parts`).
 
 Caches, and the inputs and outputs of attention over them, are split as their fields declare: the
 class of a state declares the logical axes of each array at its field (`axes`), and `partition`
@@ -36,7 +38,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,12 +68,15 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 # The mesh axes that `MODEL` stands for, except for experts.
 _TOGETHER = {MODEL: (EXPERTS, MODEL)}
 
-# Matrices are gathered layer by layer from their shards over both axes (FSDP).
+# Matrices are gathered layer by layer from their shards over both axes (FSDP). Adapters decide for
+# all KV heads on every device: split by head, each would have a part of the gradient of the hidden
+# states, to be summed in float32.
 TRAINING_RULES: Rules = {
     "layers": None,
     "embed": (DATA, SEQUENCE),
     "heads": MODEL,
     "kv_heads": MODEL,
+    "decisions": None,
     "group": None,
     "head_dim": MODEL,
     "gate_up": None,
@@ -83,7 +88,7 @@ TRAINING_RULES: Rules = {
     "adapter": None,
 }
 # A decode step must not gather parameters, so none is split over `data`.
-DECODING_RULES: Rules = TRAINING_RULES | {"embed": None, "head_dim": None}
+DECODING_RULES: Rules = TRAINING_RULES | {"embed": None, "head_dim": None, "decisions": MODEL}
 # Rows never cross devices, and each device holds the pages of its own rows.
 CACHE_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
@@ -246,7 +251,20 @@ def shard_axes() -> tuple[str, ...]:
     return tuple(name for name in (DATA, SEQUENCE) if in_shards(name))
 
 
-def gather(shard: jax.Array, axis: int, dtype: Any, over: tuple[str, ...] = ()) -> jax.Array:
+def whole(place: NamedSharding) -> NamedSharding:
+    """Returns the sharding of a parameter that is not split over `data` and `sequence`."""
+    split = [[x for x in together(over) if x not in (DATA, SEQUENCE)] for over in place.spec]
+    return NamedSharding(place.mesh, PartitionSpec(*map(_joined, split)))
+
+
+def gather(
+    shard: jax.Array,
+    axis: int,
+    dtype: Any,
+    over: tuple[str, ...] = (),
+    *,
+    parts: PartitionSpec = PartitionSpec(),  # noqa: B008
+) -> jax.Array:
     """Gathers an array from its shards, inside `shard_map`.
 
     Its gradient is summed over the devices in at least float32.
@@ -256,38 +274,65 @@ def gather(shard: jax.Array, axis: int, dtype: Any, over: tuple[str, ...] = ()) 
       axis: the axis along which the array is split.
       dtype: the type of the result.
       over: mesh axes of the shards; by default `shard_axes()`.
+      parts: partition of the array over the axes of the partitioner.
     """
     over = over or shard_axes()
-    return checkpoint_name(_gather(shard, axis, dtype, over), GATHERED)
+    return checkpoint_name(_gather(shard, axis, dtype, over, parts), GATHERED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(shard, axis, dtype, over):
-    return jax.lax.all_gather(shard.astype(dtype), over, axis=axis, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(shard, axis, dtype, over, parts):
+    gathered = functools.partial(jax.lax.all_gather, axis_name=over, axis=axis, tiled=True)
+    return _on_parts(gathered, shard.astype(dtype), parts)
 
 
-def scatter(array: jax.Array, axis: int, over: tuple[str, ...] = ()) -> jax.Array:
+def scatter(
+    array: jax.Array,
+    axis: int,
+    over: tuple[str, ...] = (),
+    *,
+    parts: PartitionSpec = PartitionSpec(),  # noqa: B008
+) -> jax.Array:
     """Returns this device's shard of the sum over the shards, in at least float32."""
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    return jax.lax.psum_scatter(wide, over or shard_axes(), scatter_dimension=axis, tiled=True)
+    over = over or shard_axes()
+    summed = functools.partial(
+        jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True
+    )
+    return _on_parts(summed, wide, parts)
+
+
+def _on_parts(
+    collective: Callable[[jax.Array], jax.Array], x: jax.Array, parts: PartitionSpec
+) -> jax.Array:
+    """Runs a collective of `shard_map` on each device's part over the axes of the partitioner."""
+    auto = _auto_sizes()
+    split = [[name for name in together(over) if name in auto] for over in parts]
+    axes = {name for names in split for name in names}
+    if not axes:
+        return collective(x)
+    spec = PartitionSpec(*map(_joined, split))
+    mapped = jax.shard_map(
+        collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+    )
+    return mapped(x)
 
 
 def keeps_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """A policy of `jax.checkpoint`: the backward pass recomputes nothing but gathers."""
-    return (
-        primitive.name not in ("all_gather", "custom_vjp_call")
-        and parameters.get("name") != GATHERED
-    )
+    inner = parameters["jaxpr"].eqns if primitive.name == "shard_map" else ()
+    names = {primitive.name, *(each.primitive.name for each in inner)}
+    return not names & {"all_gather", "custom_vjp_call"} and parameters.get("name") != GATHERED
 
 
-def _gather_forward(shard, axis, dtype, over):
+def _gather_forward(shard, axis, dtype, over, parts):
     # The backward pass needs only the shard's dtype.
-    return _gather(shard, axis, dtype, over), jnp.zeros(0, shard.dtype)
+    return _gather(shard, axis, dtype, over, parts), jnp.zeros(0, shard.dtype)
 
 
-def _gather_backward(axis, dtype, over, like, gradient):
+def _gather_backward(axis, dtype, over, parts, like, gradient):
     del dtype
-    return (scatter(gradient, axis, over).astype(like.dtype),)
+    return (scatter(gradient, axis, over, parts=parts).astype(like.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

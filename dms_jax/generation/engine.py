@@ -118,9 +118,10 @@ class EngineOptions(Options):
       prefill_chunk: prompt tokens of one sequence per compiled program, no more than
         `prefill_tokens`. Shorter prompts use narrower programs: half as wide, or, if the policy
         prefills token by token, a quarter and a sixteenth as wide.
-      prefill_tokens: prompt tokens of all sequences together per compiled program; smaller batches
-        use smaller programs (`dms_jax.generation.prefill`). If requests may come at any time, also
-        the most prompt tokens between two chunks of steps, which bounds the pause of an answer.
+      prefill_tokens: prompt tokens of all sequences together per compiled program, in each part of
+        a mesh's axis `data`; smaller batches use smaller programs (`dms_jax.generation.prefill`).
+        If requests may come at any time, also the most prompt tokens between two chunks of steps,
+        which bounds the pause of an answer.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
       kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
@@ -246,7 +247,7 @@ class Call:
         self.scheduler = Scheduler(
             engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
         )
-        self._prefill_tokens = engine.options.prefill_tokens
+        self._prefill_tokens = engine.options.prefill_tokens * engine.runner.data_shards
         self._steps_between_prompts = engine.steps_between_prompts
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
@@ -632,7 +633,8 @@ class Engine:
         all prompts together fit into `prefill_tokens`, none wait.
         """
         most = self.options.num_lanes * self.runner.max_tokens
-        return 1 if most > self.options.prefill_tokens else self.chunk
+        together = self.options.prefill_tokens * self.runner.data_shards
+        return 1 if most > together else self.chunk
 
     @property
     def adapters(self) -> tuple[str | None, ...]:

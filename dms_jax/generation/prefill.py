@@ -27,7 +27,8 @@ On a mesh every entry has places for its whole width:
 
     entries x width      16 x 512   2 x 512   32 x 256   4 x 256
 
-and where padding takes long, because a policy reads tokens one by one or all lanes take part:
+If lanes are split over devices (the axis `data`), each group of lanes has so many entries in a
+program. Where padding takes long, because a policy reads tokens one by one or all lanes take part:
 
     entries x width      16 x 512   2 x 512   64 x 128   8 x 128   256 x 32   32 x 32
 
@@ -36,6 +37,7 @@ of a prompt's chunks depends only on its own length and its policy, and so do it
 a part of it is cached or its prefill stops where a prefix is to be cached (`prefixes`).
 """
 
+import collections
 import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,11 +76,12 @@ class Shapes:
     Attributes:
       widths: numbers of tokens of an entry, the largest first.
       passes: the most chunks of a narrower width that a prompt is cut into.
-      tokens: the most tokens of a program, unless a single entry has more.
+      tokens: the most tokens of a program in each group, unless a single entry has more.
       num_lanes: number of lanes, and the most entries of a program.
       launch: the fixed cost of a program, in tokens.
       unpadded: whether programs have fewer places than entries x width.
       one_pass: see `Shape`.
+      groups: groups of as many lanes, one after the other, each with its part of the entries.
     """
 
     widths: tuple[int, ...]
@@ -88,6 +91,7 @@ class Shapes:
     launch: int
     unpadded: bool
     one_pass: bool
+    groups: int = 1
 
     @classmethod
     def of(
@@ -96,6 +100,7 @@ class Shapes:
         tokens: int,
         num_lanes: int,
         *,
+        groups: int = 1,
         few: bool,
         unpadded: bool,
         one_pass: bool,
@@ -104,6 +109,7 @@ class Shapes:
         """Returns the shapes for prompts in chunks of at most `chunk` tokens.
 
         Args:
+          groups: groups of lanes that share no entries.
           few: whether there are few widths, because padding takes little time.
           layer_size: number of parameters of a layer.
         """
@@ -111,7 +117,11 @@ class Shapes:
         narrow = (chunk // fraction for fraction in fractions)
         widths = (chunk, *(width for width in narrow if width >= _NARROWEST))
         launch = min(max(_LAUNCH // layer_size, 64), 4096)
-        return cls(widths, passes, tokens, num_lanes, launch, unpadded, one_pass)
+        return cls(widths, passes, tokens, num_lanes, launch, unpadded, one_pass, groups)
+
+    def group_of(self, lane: int) -> int:
+        """Returns the group of a lane."""
+        return lane * self.groups // self.num_lanes if self.groups > 1 else 0
 
     def next_batch(
         self, left: Mapping[Any, int], most: int | None = None
@@ -128,16 +138,19 @@ class Shapes:
         width_of = {lane: self.width(count) for lane, count in left.items()}
         width = max(width_of.values())
         counts = {lane: min(left[lane], width) for lane, own in width_of.items() if own == width}
-        lanes, total = len(counts), sum(counts.values())
+        total, by_group = sum(counts.values()), collections.Counter(map(self.group_of, counts))
         shapes = [each for each in self.of_width(width) if most is None or each.most <= most]
         if not shapes:
             return None
+        lanes = max(by_group.values())
         shape = min(shapes, key=lambda each: self._cost(lanes, total, each))
         chosen, room = [], shape.most
+        free = [shape.entries // self.groups] * self.groups
         for lane, count in counts.items():
-            if count <= room and len(chosen) < shape.entries:
+            if count <= room and free[self.group_of(lane)]:
                 chosen.append(lane)
                 room -= count
+                free[self.group_of(lane)] -= 1
         return chosen, shape
 
     def batches(self, counts: Iterable[int], *, refilled: bool) -> set[tuple[Shape, bool]]:
@@ -150,7 +163,11 @@ class Shapes:
         if refilled:
             chunks = {each for count in set(counts) for each in self._chunks(count)}
             return {(shape, ends) for width, ends in chunks for shape in self.of_width(width)}
-        left = dict(enumerate(counts))
+        # In the lanes that they get: those of each group in turn.
+        left = {
+            (number % self.groups * self.num_lanes + number) // self.groups: count
+            for number, count in enumerate(counts)
+        }
         found = set[tuple[Shape, bool]]()
         while left:
             batch = self.next_batch(left)
@@ -186,10 +203,10 @@ class Shapes:
 
     def of_width(self, width: int) -> list[Shape]:
         """Returns the shapes of a width, the smallest first."""
-        most = min(max(1, self.tokens // width), self.num_lanes)
+        most = min(max(1, self.tokens // width), self.num_lanes // self.groups)
         sizes = sorted({max(1, most // 8), most})
         if not self.unpadded:
-            return [Shape(width, size, None, self.one_pass) for size in sizes]
+            return [Shape(width, size * self.groups, None, self.one_pass) for size in sizes]
         # Whole chunks fill their width, and narrower ones half of it on average.
         share = 1 if width == self.widths[0] else 2
         entries = [min(size * 3 // 2, self.num_lanes) for size in sizes]
@@ -205,9 +222,13 @@ class Shapes:
         return next(holding, self.widths[0])
 
     def _cost(self, lanes: int, tokens: int, shape: Shape) -> int:
-        """Returns the time of programs for `tokens` tokens of `lanes` lanes, in tokens."""
-        programs = max(-(-lanes // shape.entries), -(-tokens // shape.most))
-        return programs * (self.launch + shape.most)
+        """Returns the time of programs for `tokens` tokens, in tokens of all groups together.
+
+        `lanes` are those of the group that has the most.
+        """
+        entries = shape.entries // self.groups
+        programs = max(-(-lanes // entries), -(-tokens // shape.most))
+        return programs * (self.groups * self.launch + shape.most)
 
 
 class PromptShapes(NamedTuple):

@@ -227,8 +227,25 @@ def _kind(leaf: Any) -> Any:
         # An array committed to the default place counts as uncommitted: results are committed if an
         # argument was (KCache's values on the host).
         place = leaf.sharding if leaf.committed and not _by_default(leaf.sharding) else None
-        return leaf.shape, leaf.dtype, leaf.weak_type, place
+        return leaf.shape, leaf.dtype, leaf.weak_type, _shortest(place)
     return type(leaf)
+
+
+@functools.cache
+def _shortest(place: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Returns an equal sharding with the shortest specification.
+
+    A program's results may name mesh axes of size 1, or omit dimensions that are not split.
+    """
+    if not isinstance(place, NamedSharding):
+        return place
+    split: list[tuple[str, ...]] = [
+        tuple(name for name in sharding.together(over) if place.mesh.shape[name] > 1)
+        for over in place.spec
+    ]
+    while split and not split[-1]:
+        split.pop()
+    return NamedSharding(place.mesh, PartitionSpec(*split), memory_kind=place.memory_kind)
 
 
 def _by_default(place: jax.sharding.Sharding) -> bool:
@@ -476,19 +493,39 @@ def extend(
     """Runs a chunk over some lanes (all if None), and updates their rows in the cache.
 
     `ends_prompt` and `one_pass` are those of `Transformer.cached`. Products have `places` rows, or
-    b * T if None.
+    b * T if None. If lanes are split over devices, so are the entries, each beside its lane.
     """
+    split, _ = sharding.row_axes(*cache.lengths.shape[1:])
+    num_lanes, own = len(cache.seen), lanes
+    if lanes is not None and split is not None:  # lanes are numbered from 0 on every device
+        a_device = num_lanes // sharding.axis_size(split)
+        own = jnp.where(lanes < num_lanes, lanes % a_device, a_device)
+
+    def on_devices(function, *arrays):
+        """Calls a function of arrays by lane or entry [*, B or b, ...] and of the lanes."""
+        if split is None:
+            return function(*arrays, own)
+        rows, line = PartitionSpec(None, split), PartitionSpec(split)
+        specs = *(rows for _ in arrays), line
+        mapped = jax.shard_map(
+            function, in_specs=specs, out_specs=rows, axis_names={split}, check_vma=False
+        )
+        return mapped(*arrays, own)
 
     def take(x):
-        return x if lanes is None else x.at[:, lanes].get(mode="clip")
+        if lanes is None:
+            return x
+        return on_devices(lambda x, lanes: x.at[:, lanes].get(mode="clip"), x)
 
     def put(x, new):
-        return new if lanes is None else x.at[:, lanes].set(new, mode="drop")
+        if lanes is None:
+            return new
+        return on_devices(lambda x, new, lanes: x.at[:, lanes].set(new, mode="drop"), x, new)
 
     # An entry that belongs to no lane is an empty sequence: it reads and writes no lane's pages.
     lengths = take(cache.lengths)
     if lanes is not None:
-        lengths = jnp.where((lanes < len(cache.seen))[:, None], lengths, 0)
+        lengths = jnp.where((lanes < num_lanes)[:, None], lengths, 0)
     some = dataclasses.replace(
         cache,
         page_table=page_table,

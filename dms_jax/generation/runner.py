@@ -137,12 +137,18 @@ def _joined(
 
 
 def build_batch(
-    tokens: Mapping[int, np.ndarray], *, num_lanes: int, shape: Shape, fixed_lanes: bool
+    tokens: Mapping[int, np.ndarray],
+    *,
+    num_lanes: int,
+    shape: Shape,
+    fixed_lanes: bool,
+    groups: int = 1,
 ) -> tuple[Int[np.ndarray, " b"], Int[np.ndarray, "b T"], Int[np.ndarray, " b"]]:
     """Returns the entries of a prefill program: lanes, padded tokens, counts.
 
-    On a mesh lanes are fixed, and each has an entry; otherwise there is at least one entry for each
-    lane with tokens. Unused entries have lane `num_lanes`, which does not exist.
+    With fixed lanes each has an entry. Otherwise there is at least one entry for each lane with
+    tokens, and each of `groups` groups of lanes has its part of the entries. Unused entries have
+    lane `num_lanes`, which does not exist.
 
     Raises:
       ValueError: there are more tokens than places.
@@ -153,8 +159,11 @@ def build_batch(
     if fixed_lanes:
         lanes = np.arange(num_lanes, dtype=np.int32)
     else:
-        lanes = np.full(shape.entries, num_lanes, np.int32)
-        lanes[: len(tokens)] = sorted(tokens)
+        by_group = np.full((groups, shape.entries // groups), num_lanes, np.int32)
+        for group, entries in enumerate(by_group):
+            own = [lane for lane in sorted(tokens) if lane * groups // num_lanes == group]
+            entries[: len(own)] = own
+        lanes = by_group.reshape(-1)
     padded = np.zeros((len(lanes), shape.width), np.int32)
     counts = np.zeros(len(lanes), np.int32)
     for entry, lane in enumerate(lanes.tolist()):
@@ -324,9 +333,8 @@ class Runner:
         with use_mesh(self.model.mesh):
             data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
             self.data_shards = sharding.axis_size(data) if data else 1
-            # Sharding a subset of the lanes could move lanes away from the devices with their
-            # pages.
-            self.fixed_lanes = sharding.axis_size(sharding.DATA) > 1
+            # If `data` does not divide the lanes, it could divide a subset, and would split it.
+            self.fixed_lanes = not data and sharding.axis_size(sharding.DATA) > 1
             head_shards = sharding.axis_size(heads) if heads else 1
         self.num_shards = self.data_shards * head_shards
 
@@ -401,6 +409,7 @@ class Runner:
                 chunk,
                 min(tokens, SATURATING) if one_pass and parallel == "never" else tokens,
                 self.num_lanes,
+                groups=self.data_shards,
                 few=few,
                 unpadded=few and not self._on_mesh,
                 # A chunk of one token is a decode step, unless the policy treats prompts apart.
@@ -426,7 +435,11 @@ class Runner:
         """Launches the next tokens of some lanes through the cache (pages must be reserved)."""
         num_lanes, shape = self.num_lanes, batch.shape
         lanes, tokens, counts = build_batch(
-            batch.tokens, num_lanes=num_lanes, shape=shape, fixed_lanes=self.fixed_lanes
+            batch.tokens,
+            num_lanes=num_lanes,
+            shape=shape,
+            fixed_lanes=self.fixed_lanes,
+            groups=self.data_shards,
         )
         ends = np.zeros(num_lanes + 1, bool)
         ends[list(batch.ends_prompt)] = True

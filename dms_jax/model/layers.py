@@ -610,7 +610,7 @@ class Adapter(nnx.Module):
         self.shape = shape
         embed = {"embed": config.hidden_size}
         self.norm = RMSNorm(embed, config.rms_norm_eps, stack=stack, dtype=dtype)
-        inputs, heads = embed, {"kv_heads": config.num_kv_heads}
+        inputs, heads = embed, {"decisions": config.num_kv_heads}
         options: dict[str, Any] = dict(stack=stack, dtype=dtype, rngs=rngs)
         units = {"adapter": shape.hidden} if shape.hidden else None
         self.hidden = None if units is None else Linear(inputs, units, bias=True, **options)

@@ -302,7 +302,7 @@ class Transformer(nnx.Module):
             layer = layer if prepare is None else prepare(layer)
             policy, static = role.policy, self._static(role.kind)
             rotation, own = rotations[role.kind.rope], None if role.windowed else relaxation
-            tokens = layer.projections(x, policy, positions, numbers(index))
+            tokens = _with_all_heads(layer.projections(x, policy, positions, numbers(index)))
             attended, decisions, decided = attend_sequences(
                 policy,
                 tokens,
@@ -516,6 +516,19 @@ class Transformer(nnx.Module):
             return False, lambda index: index
         before = np.cumsum(np.logical_not(windowed)) - np.logical_not(windowed)
         return True, lambda index: jnp.asarray(before, jnp.int32)[index]
+
+
+def _with_all_heads(tokens: Tokens) -> Tokens:
+    """Returns tokens whose adapter logits are on every device (see `sharding.TRAINING_RULES`)."""
+
+    def everywhere(logits: Array | None) -> Array | None:
+        return None if logits is None else sharding.constrain(logits, sharding.DATA, None, None)
+
+    return dataclasses.replace(
+        tokens,
+        adapter_logits=everywhere(tokens.adapter_logits),
+        late_logits=everywhere(tokens.late_logits),
+    )
 
 
 def _expand_to_tokens(

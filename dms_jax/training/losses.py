@@ -151,7 +151,8 @@ def _losses_forward(settings: _Settings, hidden, parameter, matrices, positions)
     )
     if parameter is not None:
         if parameter.shape != of_matrix.shape:
-            of_matrix = sharding.scatter(of_matrix, 1)
+            parts = sharding.parameter_partition(("vocab", "embed"), of_matrix.shape)
+            of_matrix = sharding.scatter(of_matrix, 1, parts=parts)
         of_matrix = of_matrix.astype(parameter.dtype)
     return sums, (of_hidden, of_matrix)
 

@@ -23,7 +23,7 @@ from dms_jax.training.parameters import (
     split,
 )
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.remat import choose_remat
+from dms_jax.training.remat import choose_remat, holds_constants
 from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
@@ -83,19 +83,13 @@ class StepProgram:
             name: Struct(x.shape, x.dtype, sharding=self.places[name]) for name, x in arrays.items()
         }
         trained, frozen = self.split(self.parameters)
-        self._shards = Shards()
-        if mesh is not None:
-            _, _, model = sharding.mesh_sizes(mesh)
-            whole = holds_whole_layers(self.parameters, trained, model, memory)
-            self._shards = Shards(self.places, whole)
-        self.recipe = choose_remat(
-            recipe,
-            student.config,
+        counts: dict[str, Any] = dict(
             parameters=sum(x.size for x in self.parameters.values()),
             trained=sum(x.size for x in trained.values()),
             shards=sharding.mesh_sizes(mesh),
             memory=memory,
         )
+        self.recipe = choose_remat(recipe, student.config, **counts)
         wide = {
             name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32))
             for name, x in trained.items()
@@ -110,6 +104,27 @@ class StepProgram:
             narrow = jnp.dtype(recipe.compute_dtype)
             frozen = {n: x if is_adapter(n) else x.update(dtype=narrow) for n, x in frozen.items()}
             teacher = {name: x.update(dtype=narrow) for name, x in teacher.items()}
+        self._shards = Shards()
+        if mesh is not None:
+            together = holds_whole_layers(self.parameters, trained, counts["shards"][-1], memory)
+            # A trainer also keeps frozen parameters in the model's type, if that is another one.
+            given = (self.parameters[name] for name in frozen)
+            other = (x for x, y in zip(given, frozen.values(), strict=True) if x.dtype != y.dtype)
+            held = (*frozen.values(), *teacher.values(), *other)
+            constants = sum(x.size * x.dtype.itemsize for x in held)
+            if holds_constants(self.recipe, student.config, constants=constants, **counts):
+                frozen, teacher = (
+                    {
+                        name: x.update(sharding=sharding.whole(x.sharding))
+                        for name, x in arrays.items()
+                    }
+                    for arrays in (frozen, teacher)
+                )
+                for name, x in frozen.items():
+                    self.places[name] = x.sharding
+                    self.parameters[name] = self.parameters[name].update(sharding=x.sharding)
+            taught = {name: x.sharding for name, x in teacher.items()}
+            self._shards = Shards(self.places, taught, together)
         self.constants = dict(frozen=frozen, teacher=teacher)
 
     def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

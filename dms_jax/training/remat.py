@@ -1,8 +1,10 @@
-"""The bytes that layers keep for the backward pass, and the choice of `remat="auto"`.
+"""The bytes that layers keep for the backward pass, and what else memory allows.
 
-Outputs of matrix products are kept if they and the training state take little of a device's memory.
-That saves a pass through the layers' matrices, 12% of a step with 8B frozen weights on an H200. The
-remaining memory is for the loss, the current layer and gathered matrices.
+Outputs of matrix products are kept (`remat="auto"`) if they and the training state take little of a
+device's memory. That saves a pass through the layers' matrices, 12% of a step with 8B frozen
+weights on an H200. If even then memory is left, parameters that no step changes are whole on every
+device (`holds_constants`). The remaining memory is for the loss, the current layer and gathered
+matrices.
 """
 
 import dataclasses
@@ -74,13 +76,50 @@ def choose_remat(
     """
     if recipe.remat != "auto":
         return recipe
+    keeps: Remat = "all_but_products"
+    took = _bytes(recipe, config, keeps, parameters=parameters, trained=trained, shards=shards)
+    fits = memory is not None and took < SHARE_OF_MEMORY * memory
+    return dataclasses.replace(recipe, remat=keeps if fits else "all_but_attention")
+
+
+def holds_constants(
+    recipe: Recipe,
+    config: ModelConfig,
+    *,
+    constants: float,
+    parameters: int,
+    trained: int,
+    shards: tuple[int, int, int],
+    memory: float | None,
+) -> bool:
+    """Whether every device holds the parameters that no step changes, instead of its shard.
+
+    Args:
+      recipe: the recipe, with "auto" in `remat` resolved.
+      constants: their bytes, over all devices along `model`.
+      config, parameters, trained, shards, memory: see `choose_remat`.
+    """
+    if memory is None or recipe.remat in ("auto", "nothing"):
+        return False
+    took = _bytes(
+        recipe, config, recipe.remat, parameters=parameters, trained=trained, shards=shards
+    )
+    return took + constants / shards[-1] < SHARE_OF_MEMORY * memory
+
+
+def _bytes(
+    recipe: Recipe,
+    config: ModelConfig,
+    remat: Remat,
+    *,
+    parameters: int,
+    trained: int,
+    shards: tuple[int, int, int],
+) -> float:
+    """Returns the bytes of kept activations and of the training state on a device."""
     data, sequence, model = shards
     sequences = recipe.pass_size(data) // data
-    split = dict(model=model, sequence=sequence)
-    kept = kept_bytes(config, recipe, "all_but_products", sequences, **split)
+    kept = kept_bytes(config, recipe, remat, sequences, model=model, sequence=sequence)
     # Trained parameters in float32 with two moments and a gradient; all parameters in the passes'
     # type.
-    state = (16 * trained + 2 * parameters) / math.prod(shards)
-    fits = memory is not None and kept + state < SHARE_OF_MEMORY * memory
-    chosen: Remat = "all_but_products" if fits else "all_but_attention"
-    return dataclasses.replace(recipe, remat=chosen)
+    return kept + (16 * trained + 2 * parameters) / math.prod(shards)

@@ -12,8 +12,9 @@ own sequences (or its part of their tokens), and each collective of FSDP is writ
     keys, values, decisions  gathered over `sequence`, a layer at a time (`model.split_rows`)
 
 so the bytes that a device sends depend on its own tokens, not on the number of devices. If memory
-allows, a step of several passes gathers the layers once and reduces their gradients once. The axis
-`model` is left to the partitioner.
+allows, a step of several passes gathers the layers once and reduces their gradients once, and
+parameters that no step changes (frozen ones, the teacher's) are whole on every device: nothing of
+them is sent (`remat.holds_constants`). The axis `model` is left to the partitioner.
 """
 
 import dataclasses
@@ -79,13 +80,20 @@ class Shards:
     """The layout of the parameters of student and teacher, by name.
 
     Attributes:
-      places: the sharding of each parameter; empty on one device.
+      places: the sharding of each parameter of the student; empty on one device.
+      taught: the sharding of the teacher's parameters that differ from the student's.
       whole_layers: whether every device holds all layers, and their gradients, during a step of
         several passes.
     """
 
     places: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)
+    taught: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict)
     whole_layers: bool = False
+
+    @property
+    def of_teacher(self) -> "Shards":
+        """The layout of the teacher's parameters."""
+        return dataclasses.replace(self, places={**self.places, **self.taught})
 
     @property
     def several(self) -> bool:
@@ -114,12 +122,16 @@ class Shards:
     def whole(self, arrays: Mapping[str, jax.Array], name: str, dtype: Any) -> jax.Array:
         """Gathers a parameter in the type of the passes, as a constant."""
         array, axis = jax.lax.stop_gradient(arrays[name]), self.axis(name)
-        return array.astype(dtype) if axis is None else sharding.gather(array, axis, dtype)
+        if axis is None:
+            return array.astype(dtype)
+        return sharding.gather(array, axis, dtype, parts=self._parts(name))
 
     def gather_layers(self, arrays: Mapping[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
         """Gathers the matrices of all layers in the type of the passes."""
         return {
-            name: sharding.gather(x, axis, dtype) if self._of_layers(name) else x
+            name: sharding.gather(x, axis, dtype, parts=self._parts(name))
+            if self._of_layers(name)
+            else x
             for name, x in arrays.items()
             for axis in [self.axis(name) or 0]
         }
@@ -127,13 +139,17 @@ class Shards:
     def scatter_layers(self, gradient: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Reduce-scatters the gradients of the layers' matrices."""
         return {
-            name: sharding.scatter(x, axis) if self._of_layers(name) else x
+            name: sharding.scatter(x, axis, parts=self._parts(name)) if self._of_layers(name) else x
             for name, x in gradient.items()
             for axis in [self.axis(name) or 0]
         }
 
     def _of_layers(self, name: str) -> bool:
         return name.startswith(_LAYERS) and self.axis(name) is not None
+
+    def _parts(self, name: str) -> PartitionSpec:
+        """Returns the partition of a parameter over the axes of the partitioner."""
+        return sharding.whole(self.places[name]).spec
 
     def gather_layer(self, layer: Layer, dtype: Any) -> Layer:
         """Gathers the matrices of one layer in the type of the passes."""
@@ -145,7 +161,10 @@ class Shards:
             name = _LAYERS + jax.tree_util.keystr(path, simple=True, separator=".")
             axis = self.axis(name)  # counts the layer axis, which a single layer lacks
             array = param[...]
-            arrays.append(array if axis is None else sharding.gather(array, axis - 1, dtype))
+            if axis is not None:
+                parts = PartitionSpec(*self._parts(name)[1:])
+                array = sharding.gather(array, axis - 1, dtype, parts=parts)
+            arrays.append(array)
         return jax.tree.unflatten(jax.tree.structure(layer), arrays)
 
     def map(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +180,8 @@ class Shards:
         split_rows = self.of_a_row > 1
 
         def mapped(trained, frozen, teacher, passes, numbers, values):
-            parameters = [self._specs(arrays) for arrays in (trained, frozen, teacher)]
+            parameters = [self._specs(arrays) for arrays in (trained, frozen)]
+            parameters.append(self.of_teacher._specs(teacher))
             sequences = PartitionSpec(None, sharding.DATA)
             mesh = next(iter(self.places.values())).mesh
             shards = PartitionSpec(sharding.SEQUENCE) if split_rows else PartitionSpec()

@@ -244,12 +244,14 @@ class PassInputs(NamedTuple):
       noise_keys: a key for each sequence; None for no noise.
       values: the values that all passes share.
       share: how the device gathers layers, and which tokens of the sequences it owns.
+      taught: the same for the teacher.
     """
 
     sequences: Passes
     noise_keys: PRNGKeyArray | None
     values: StepValues
     share: Share
+    taught: Share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -345,12 +347,19 @@ class TrainingStep:
         if shard is not None:
             row = SplitRow(shard, self.shards.of_a_row, passes.tokens.shape[-1])
         dtype = self._pass_dtype(frozen | trained)
-        whole, share = [trained, frozen, teacher], Share(row=row)
+        whole, layouts = [trained, frozen, teacher], (self.shards, self.shards.of_teacher)
+        shares = [Share(row=row) for _ in layouts]
         gather_once = self.shards.whole_layers and len(numbers) > 1
         if gather_once:
-            whole = [self.shards.gather_layers(arrays, dtype) for arrays in whole]
+            own, taught = layouts
+            whole = [
+                layout.gather_layers(arrays, dtype)
+                for layout, arrays in zip((own, own, taught), whole, strict=True)
+            ]
         elif self.shards.several:
-            share = Share(functools.partial(self.shards.gather_layer, dtype=dtype), row)
+            shares = [
+                Share(functools.partial(each.gather_layer, dtype=dtype), row) for each in layouts
+            ]
 
         def pass_gradients(index: int | Array) -> tuple[Parameters, Metrics]:
             sequences, own_numbers = jax.tree.map(lambda x: x[index], (passes, numbers))
@@ -358,7 +367,7 @@ class TrainingStep:
             if values.noise_key is not None:
                 fold = functools.partial(jax.random.fold_in, values.noise_key)
                 noise_keys = jax.vmap(fold)(own_numbers)
-            inputs = PassInputs(sequences, noise_keys, values, share)
+            inputs = PassInputs(sequences, noise_keys, values, *shares)
             gradient_of = jax.value_and_grad(self._pass_loss, has_aux=True)
             (_, parts), gradient = gradient_of(*whole, inputs)
             return jax.tree.map(lambda x, like: x.astype(like.dtype), gradient, trained), parts
@@ -396,7 +405,7 @@ class TrainingStep:
             relaxation=relaxation,
             remat="all_but_attention" if recipe.remat == "auto" else recipe.remat,
         )
-        head = self._output_head(current, result.hidden, trained)
+        head = self._output_head(current, result.hidden, trained=trained)
         sums = losses.token_losses(
             head,
             self._teacher_head(current, teacher, inputs, head.matrix),
@@ -470,10 +479,13 @@ class TrainingStep:
             return None
         original = jax.lax.stop_gradient(current | teacher)
         rebuild = self.rebuild_teacher or self.rebuild
+        inputs = inputs._replace(share=inputs.taught)
         hidden = jax.lax.stop_gradient(
             self._hidden_states(rebuild, Vanilla(), original, inputs).hidden
         )
-        return self._output_head(original, hidden) if teacher else losses.Head(hidden, matrix)
+        if not teacher:
+            return losses.Head(hidden, matrix)
+        return self._output_head(original, hidden, layout=self.shards.of_teacher)
 
     def _hidden_states(
         self,
@@ -497,11 +509,19 @@ class TrainingStep:
         )
 
     def _output_head(
-        self, arrays: Parameters, hidden: Array, trained: Parameters | None = None
+        self,
+        arrays: Parameters,
+        hidden: Array,
+        *,
+        trained: Parameters | None = None,
+        layout: Shards | None = None,
     ) -> losses.Head:
-        """Returns hidden states and output matrix; the matrix gets a gradient if it is trained."""
+        """Returns hidden states and output matrix; the matrix gets a gradient if it is trained.
+
+        `layout` is that of the arrays; by default the student's.
+        """
         name = "lm_head" if "lm_head" in arrays else "embedding"
-        matrix = self.shards.whole(arrays, name, hidden.dtype)
+        matrix = (layout or self.shards).whole(arrays, name, hidden.dtype)
         parameter = (trained or {}).get(name)
         if name == "lm_head":
             matrix, parameter = matrix.T, None if parameter is None else parameter.T

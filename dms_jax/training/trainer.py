@@ -2,8 +2,8 @@
 
 On a mesh, parameters and optimizer state are sharded by `sharding.TRAINING_RULES` (every matrix
 over `data` and `sequence`, heads and feed-forward over `model`), and sequences over `data`. Frozen
-parameters are sharded in the same way, the teacher shares equal arrays with the student, and the
-trainer keeps no other copy of the model.
+parameters and the teacher's are sharded in the same way, or, if memory allows, only over `model`.
+The teacher shares equal arrays with the student, and the trainer keeps no other copy of the model.
 """
 
 import dataclasses
@@ -106,7 +106,9 @@ class Trainer:
         own = self._place({n: taught[n] for n in wanted["teacher"] if taught[n] is not given[n]})
         teacher = {name: own.get(name, arrays[name]) for name in wanted["teacher"]}
         self._constants: dict[str, Any] = jax.tree.map(
-            lambda x, like: x.astype(like.dtype), dict(frozen=self._frozen, teacher=teacher), wanted
+            lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding),
+            dict(frozen=self._frozen, teacher=teacher),
+            wanted,
         )
         # Without arrays.
         self._skeleton = dataclasses.replace(

@@ -57,7 +57,7 @@ from dms_jax.json_text import json_text
 from dms_jax.model.language_model import GenerationDefaults
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+from experiments.benchmarks.shapes import SHAPES, Shape, meshes_of, random_model
 from tests.support.fake_programs import FAKES, faked
 
 _NARROW = dict(vocab_size=512, hidden_size=64, intermediate_size=64, head_dim=8)
@@ -98,6 +98,10 @@ class Config:
     """Directory with a tokenizer.json for the model of --regex; by default the shipped one of 512
     tokens.
     """
+    data_parallel: int = 1
+    """Devices over which the lanes are split, each with all weights."""
+    model_parallel: int = 1
+    """Devices over which heads, feed-forward and vocabulary are split."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/engine.json")
@@ -194,7 +198,8 @@ def serve(config: Config, model: dms_jax.LanguageModel, requests: list[Request])
 
 def time_calls(config: Config) -> dict[str, Any]:
     """Returns the figures of the first call, of the runs after it, and of the profile."""
-    model = random_model(SHAPES[config.shape], jnp.dtype(config.dtype))
+    ((_, mesh),) = meshes_of((config.model_parallel,), (config.data_parallel,)).items()
+    model = random_model(SHAPES[config.shape], jnp.dtype(config.dtype), mesh)
 
     def call(requests: list[Request]) -> dict[str, Any]:
         gc.collect()  # two caches may not fit

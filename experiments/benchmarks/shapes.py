@@ -23,6 +23,7 @@ Shape = Literal[
     "gpt-oss-20b",
     "gemma-3-4b",
     "tiny",
+    "tiny-heads",
     "tiny-experts",
     "tiny-windows",
 ]
@@ -133,6 +134,16 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+    ),
+    "tiny-heads": dict(
+        model_type="llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=8,
     ),
     "tiny-experts": dict(
         model_type="qwen3_moe",

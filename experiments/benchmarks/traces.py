@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from experiments.benchmarks.timing import shares_of_collectives
+
 # Names in the profiler's trace.
 _PROCESS, _MODULE = "process_name", "hlo_module"
 # Calls of CUDA's driver that start work or wait for it.
@@ -30,7 +32,7 @@ class Trace:
     """The contents of a profile.
 
     Attributes:
-      kernels: kernels and copies on a GPU, in order; "ts" and "dur" are microseconds.
+      kernels: kernels and copies on the first GPU, in order; "ts" and "dur" are microseconds.
       calls: calls of CUDA's driver from the host, by name.
     """
 
@@ -69,9 +71,10 @@ def read(folder: pathlib.Path) -> Trace:
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     names = {each["pid"]: each["args"]["name"] for each in events if each.get("name") == _PROCESS}
-    devices = {pid for pid, name in names.items() if "GPU" in name}
+    devices = sorted(pid for pid, name in names.items() if "GPU" in name)
     timed = [each for each in events if each.get("ph") == "X"]
-    kernels = [each for each in timed if each["pid"] in devices]
+    first = next((pid for pid in devices if any(each["pid"] == pid for each in timed)), None)
+    kernels = [each for each in timed if each["pid"] == first]
     calls = [each["name"] for each in timed if each["pid"] not in devices]
     return Trace(
         kernels=sorted(kernels, key=lambda each: each["ts"]),
@@ -96,6 +99,7 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
         families[family(each["name"])].append((each["dur"], wait))
         in_order.append((each["name"][:80], round(each["dur"], 2), round(wait, 2)))
     span = end - kernels[0]["ts"] if kernels else 0.0
+    events = [(each["ts"], each["dur"], each["name"]) for each in kernels]
     longest = sorted(families.items(), key=lambda each: -sum(map(sum, each[1])))[:_LISTED]
     middle = len(in_order) // 2
     return dict(
@@ -103,6 +107,7 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
         span_ms=1e-3 * span / runs,
         busy_ms=1e-3 * busy / runs,
         busy_share=busy / span if span else None,
+        collectives=shares_of_collectives([events] if events else []),
         families=[
             dict(
                 name=name,

@@ -19,6 +19,7 @@ on eight devices that share the weights.
 import collections
 import dataclasses
 import gc
+import itertools
 import pathlib
 import re
 import statistics
@@ -39,7 +40,12 @@ from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.trainer import Trainer
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import COMMON, SHAPES, Shape
-from experiments.benchmarks.timing import about, device_events
+from experiments.benchmarks.timing import (
+    COLLECTIVES,
+    about,
+    events_by_device,
+    shares_of_collectives,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +88,7 @@ CASES: dict[str, Case] = {
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
     "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
     "tiny": Case("tiny", 64, 2),
+    "tiny-heads": Case("tiny-heads", 64, 2),
     "tiny-seq2": Case("tiny", 64, 2, sequence=2, packed=True),
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
 }
@@ -98,7 +105,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # Kernel families by name patterns; the first match counts.
 FAMILIES = (
-    ("collectives", r"nccl|all_reduce|all_gather|reduce_scatter"),
+    ("collectives", COLLECTIVES.pattern),
     ("attention", r"retrofit"),
     ("products", r"gemm|nvjet|cutlass|cublas|xmma|sm90|wgmma|dot"),
     ("copies", r"memcpy|memset|copy|transpose"),
@@ -228,21 +235,26 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
 
 
 def kernels_of(run_step: Any) -> dict[str, Any]:
-    """Returns the milliseconds and launches of a step, by family and for the longest kernels."""
-    events = device_events(run_step)
+    """Returns the milliseconds and launches of a step, by family and for the longest kernels.
+
+    They are means over the devices; beside them the shares of collectives.
+    """
+    devices = events_by_device(run_step)
     total: dict[str, float] = collections.defaultdict(float)
     names: dict[str, float] = collections.defaultdict(float)
     count: dict[str, int] = collections.defaultdict(int)
-    for _, duration, name in events:
+    for _, duration, name in itertools.chain(*devices):
         family = next((f for f, sign in FAMILIES if re.search(sign, name.lower())), "other")
-        total[family] += duration
+        total[family] += duration / len(devices)
         count[family] += 1
-        names[name[:100]] += duration
+        names[name[:100]] += duration / len(devices)
     longest = sorted(names.items(), key=lambda item: -item[1])[:25]
     return {
         "families": {
-            name: {"ms": round(total[name] / 1e3, 2), "launches": count[name]} for name in total
+            name: {"ms": round(total[name] / 1e3, 2), "launches": count[name] / len(devices)}
+            for name in total
         },
+        "collectives": shares_of_collectives(devices),
         "longest_ms": {name: round(us / 1e3, 2) for name, us in longest},
     }
 

@@ -9,39 +9,51 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.generation import Engine
+from dms_jax.generation.programs import Program
 from dms_jax.model.language_model import GenerationDefaults
-from tests.generation.support import GREEDY, POLICIES, SHAPE, engine_for, model_for, prompts
+from tests.generation.support import GREEDY, MECHANISMS, SHAPE, engine_for, model_for, prompts
 from tests.support.instances import further
 
 
-@pytest.mark.parametrize(("lanes", "shards"), [(4, 4), *further((3, 2))])
-def test_answers_do_not_depend_on_mesh(lanes, shards):
-    """Three lanes do not divide over two devices; two would, but must not be split."""
-    mesh = dms_jax.make_mesh(2, 2)
+@pytest.mark.parametrize(
+    ("name", "sizes", "lanes", "shards"),
+    [
+        ("dms", (2, 2), 4, 4),
+        *further(
+            *(("dms", (2, 2), 3, 2), ("dms", (2, 1), 4, 2), ("vanilla", (1, 2), 4, 2)),
+            *((name, (2, 2), 4, 4) for name in ("snapkv", "quest", "tova")),
+        ),
+    ],
+)
+def test_answers_do_not_depend_on_mesh(name, sizes, lanes, shards, monkeypatch):
+    """Three lanes do not divide over two devices; two would, but must not be split.
+
+    More prompts than lanes, so that later ones run in programs of a few entries.
+    """
+    mesh, given = dms_jax.make_mesh(*sizes), prompts([5, 30, 1, 13, 9, 17])
     model = dataclasses.replace(
         dms_jax.load(assets.path("stories260k"), mesh=mesh),
-        policy=POLICIES["dms"],
+        policy=MECHANISMS[name],
         generation=GenerationDefaults(),
     )
-    expected = engine_for("dms").generate(prompts(), sampling=GREEDY)
+    expected = engine_for(name).generate(given, sampling=GREEDY)
     engine = Engine(model, max_tokens=64, **(SHAPE | {"num_lanes": lanes}))
     assert engine.runner.num_shards == shards
     # The policy's numbers are on every device, so no program waits for a transfer.
     for number in jax.tree.leaves(engine.runner.traced_policy):
         assert number.sharding.is_fully_replicated
         assert number.sharding.device_set == set(mesh.devices.flat)
-    lowered: collections.Counter[str] = collections.Counter()
+    ran, call = collections.Counter[tuple[str, bool]](), Program.__call__
 
-    def count(event: str, seconds: float, **facts) -> None:
-        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
-            lowered[facts["fun_name"]] += 1
+    def counted(program, *arguments):
+        ran[program.__name__, program._signature(arguments) in program._ready] += 1
+        return call(program, *arguments)
 
-    jax.monitoring.register_event_duration_secs_listener(count)
-    completions = engine.generate(prompts(), sampling=GREEDY)
-    jax.monitoring.unregister_event_duration_listener(count)
+    monkeypatch.setattr(Program, "__call__", counted)
+    completions = engine.generate(given, sampling=GREEDY)
     # The precompiled programs run, wherever their arguments come from.
-    assert set(lowered.values()) == {1}
-    assert {"jit(extend)", "jit(decode)", "jit(first_tokens)"} <= lowered.keys()
+    names = {"extend", "keep_hidden", "first_tokens", "decode", "clear"}
+    assert all(ran[name, True] and not ran[name, False] for name in names), ran
     assert [c.tokens for c in completions] == [c.tokens for c in expected]
     assert [c.usage.kv_reads for c in completions] == pytest.approx(
         [c.usage.kv_reads for c in expected]

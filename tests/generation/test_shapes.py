@@ -11,14 +11,17 @@ from tests.generation.support import every_shape
 LAYER = 15_000_000  # parameters of a layer of Qwen2.5-0.5B
 
 
-def shapes_of(chunk=512, tokens=8192, lanes=256, *, few=True, unpadded=True, layer_size=LAYER):
-    form = dict(few=few, unpadded=unpadded, one_pass=few, layer_size=layer_size)
+def shapes_of(
+    chunk=512, tokens=8192, lanes=256, *, few=True, unpadded=True, layer_size=LAYER, groups=1
+):
+    form = dict(few=few, unpadded=unpadded, one_pass=few, layer_size=layer_size, groups=groups)
     return Shapes.of(chunk, tokens, lanes, **form)
 
 
 SHAPES = shapes_of()
 PADDED = shapes_of(unpadded=False)
 MANY = shapes_of(few=False, unpadded=False)
+GROUPS = shapes_of(tokens=4096, unpadded=False, groups=8)  # of 32 lanes
 
 
 def test_widths_are_fractions_of_chunk():
@@ -34,6 +37,9 @@ def test_shapes_equal_module_docstring():
     ]
     assert [shape[:3] for shape in every_shape(PADDED)] == [
         *((512, 2, None), (512, 16, None), (256, 4, None), (256, 32, None))
+    ]
+    assert [shape[:3] for shape in every_shape(GROUPS)] == [
+        *((512, 8, None), (512, 64, None), (256, 16, None), (256, 128, None))
     ]
     assert [shape[:2] for shape in every_shape(MANY)] == [
         *((512, 2), (512, 16), (128, 8), (128, 64), (32, 32), (32, 256))
@@ -94,6 +100,27 @@ def test_next_batch(left, lanes, shape):
 )
 def test_next_batch_on_a_mesh(left, lanes, width, entries):
     assert PADDED.next_batch(left) == (lanes, (width, entries, None, True))
+
+
+@pytest.mark.parametrize(
+    ("left", "lanes", "width", "entries"),
+    [
+        ({40: 105}, [40], 256, 16),
+        # Two of each group; of one group, of which each program has two.
+        (dict.fromkeys(range(0, 256, 16), 105), list(range(0, 256, 16)), 256, 16),
+        (dict.fromkeys([32, 33, 34, 255], 105), [32, 33, 255], 256, 16),
+        (dict.fromkeys([0, 255], 600), [0, 255], 512, 8),
+    ],
+)
+def test_each_group_of_lanes_has_its_entries(left, lanes, width, entries):
+    assert GROUPS.next_batch(left) == (lanes, (width, entries, None, True))
+
+
+def test_prompts_are_expected_in_the_groups_in_turn():
+    """Sixteen prompts are two in each of eight groups; forty are five, and run at once."""
+    few, many = (Shape(256, size, None, True) for size in (16, 128))
+    assert GROUPS.batches([105] * 16, refilled=False) == {(few, True)}
+    assert GROUPS.batches([105] * 40, refilled=False) == {(many, True)}
 
 
 @pytest.mark.parametrize(

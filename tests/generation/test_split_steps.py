@@ -24,6 +24,7 @@ from tests.generation.split_steps import BATCH, CONFIG, GREEDY, LAYERS, ON_GPUS,
 from tests.support.for_gpus import told_by
 from tests.support.instances import further, nightly_but
 from tests.support.models import random_model, tiny_config
+from tests.training.collectives import collectives
 
 SMALL = dataclasses.replace(
     CONFIG, num_layers=3, hidden_size=96, intermediate_size=128, num_heads=8, num_kv_heads=8
@@ -73,6 +74,25 @@ def test_step_over_split_sequences_has_no_collective():
     assert of_small_step(POLICIES["DMS"], GREEDY, data=4, model=1) == {}
     # Whether one of the first trials is kept, for all sequences.
     assert of_small_step(POLICIES["DMS"], TOP_P, data=4, model=1) == {"all-reduce pred[]": 1}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Vanilla", "DMS with an adapter"])
+def test_prompts_over_split_lanes_gather_their_last_states(name):
+    """Four prompts in 32 lanes of four devices: entries, rows and pages stay on their device."""
+    mesh, entries = dms_jax.make_mesh(4), 4
+    model, cache, _, table, *_ = split_steps.split_arguments(POLICIES[name], SMALL, mesh, GREEDY)
+    shapes = [(table.shape[0], entries, *table.shape[2:]), (entries,), (entries, 64), (entries,)]
+    given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    with jax.set_mesh(mesh):
+        lowered = programs.extend.lower(
+            model, cache, None, *given, None, POLICIES[name], True, None
+        )
+        text = lowered.compile().as_text()
+    assert text is not None
+    kinds = [kind for kind, _, _ in collectives(text)]
+    assert kinds == ["all-gather"]
+    assert collectives(text)[0][1].startswith(f"f32[{entries},1,{SMALL.hidden_size}]")
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), *further((1, 4), (3, 1))])

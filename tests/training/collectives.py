@@ -1,6 +1,6 @@
 """Compiles training steps over meshes ahead of time and prints their collectives as JSON.
 
-    python -m tests.training.collectives (cpu | gpu | v5e) SHARDS[xSHARDS OF A ROW]...
+    python -m tests.training.collectives (cpu | gpu | v5e) DATA[xSEQUENCE[xMODEL]]...
 
 `test_collectives.py` runs it in a separate process: one process loads libtpu at a time, and arrays
 can be abstract without run-time type checks. Nothing is executed.
@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh
 
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
+from dms_jax.sharding import mesh_axes
 from dms_jax.training.program import program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
 from tests.support import gpu_compiler
@@ -121,12 +122,10 @@ def moved_bytes(kind: str, arrays: str, data: int) -> int:
     return of(arrays) * (data if kind == "reduce-scatter" else 1)
 
 
-def mesh_of(devices, data: int, sequence: int = 1) -> Mesh:
-    sizes = {"data": data, "sequence": sequence, "model": 1}
-    if sequence == 1:
-        del sizes["sequence"]
+def mesh_of(devices, data: int, sequence: int = 1, model: int = 1) -> Mesh:
+    sizes = mesh_axes(data, model, sequence=sequence, experts=1)
     shape = tuple(sizes.values())
-    devices = np.array(devices[: data * sequence]).reshape(shape)
+    devices = np.array(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 

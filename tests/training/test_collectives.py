@@ -59,13 +59,13 @@ def compiled(target, *shards, environment):
 @pytest.fixture(scope="module")
 def on_cpu():
     environment = OF_ROOT | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    return compiled("cpu", 2, 8, "2x4", environment=environment)
+    return compiled("cpu", 2, 8, "2x4", "4x1x2", environment=environment)
 
 
 @pytest.mark.nightly
 def test_output_matrix_is_gathered_once_a_pass(on_cpu):
-    for found in on_cpu.values():
-        check(found, times_known=True)
+    for shards in (2, 8, "2x4"):
+        check(on_cpu[shards], times_known=True)
 
 
 def gathered_rows(found):
@@ -105,6 +105,34 @@ def check_growth(by_shards):
 
     few, many = (total(data) for data in sorted(by_shards))
     assert many == pytest.approx(few, rel=0.01)
+
+
+@pytest.mark.nightly
+def test_each_device_of_model_gathers_its_own_part(on_cpu):
+    """Matrices that `model` splits are gathered and reduced over `data` alone, half of each."""
+
+    def moved(shards, data):
+        found = collections.Counter()
+        for kind, arrays, times in on_cpu[shards]:
+            found[kind] += compiling.moved_bytes(kind, arrays, data) * times
+        return found
+
+    whole, halves = moved(8, 8), moved("4x1x2", 4)
+    # And over `model` the gradients of the decisions, in float32.
+    numbers = compiling.SEQUENCES * compiling.LENGTH * compiling.CONFIG.num_kv_heads
+    halves["all-gather"] -= 4 * numbers * compiling.PASSES * compiling.LAYERS
+    for kind in ("all-gather", "reduce-scatter"):
+        assert 2 * halves[kind] == whole[kind] > 0, kind
+
+
+@pytest.mark.nightly
+def test_model_sums_hidden_states_twice_a_layer_and_pass(on_cpu):
+    """The teacher, the student, and its backward pass, which computes one sum again."""
+    hidden = f"f32[{compiling.SEQUENCES},{compiling.LENGTH},{WIDTH}]"
+    sums = collections.Counter()
+    for kind, arrays, times in on_cpu["4x1x2"]:
+        sums[times] += arrays.count(hidden) * (kind == "all-reduce")
+    assert sums[compiling.PASSES * compiling.LAYERS] == 7
 
 
 @pytest.mark.nightly

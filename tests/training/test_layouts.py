@@ -91,6 +91,7 @@ def alone(trainable):
         (2, 1, 4, 4, "all", False),
         (1, 1, 8, 1, "all", False),  # twice as many devices as KV heads
         (8, 1, 1, 1, "low_rank", False),
+        (4, 1, 2, 2, "low_rank", True),
         (1, 8, 1, 1, "all", False),
         (2, 4, 1, 2, "all", True),
         (2, 2, 2, 1, "all", False),
@@ -99,7 +100,10 @@ def alone(trainable):
 def test_mesh_layouts_equal_one_device(
     data, sequence, model, passes, trainable, together, monkeypatch
 ):
-    """Also for other numbers of passes, and with layers gathered once a step or in every pass."""
+    """Also for other numbers of passes, and with much memory.
+
+    Then layers are gathered once a step instead of in every pass, and constants never.
+    """
     if together:
         monkeypatch.setattr(library, "data_sheet", lambda kind: DEVICES["h200"])
     mesh = make_mesh(data, model, sequence=sequence)

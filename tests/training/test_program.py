@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dms_jax.devices import DEVICES
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import DMC, KVpop, KVzap
 from dms_jax.sharding import make_mesh
+from dms_jax.training import trainer as library
 from dms_jax.training.program import program_of_shape
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer
@@ -31,20 +33,27 @@ class Recorded(Exception):
 
 
 @pytest.mark.parametrize(
-    ("policy", "changes"),
+    ("policy", "changes", "device"),
     [
-        *further((ADAPTER, dict(trainable="all", loss="language_modeling"))),
-        (ADAPTER, dict(compute_dtype="bfloat16", trainable="auto", packing="first_fit")),
+        *further((ADAPTER, dict(trainable="all", loss="language_modeling"), None)),
+        (ADAPTER, dict(compute_dtype="bfloat16", trainable="auto", packing="first_fit"), "h200"),
         *further(
-            (ADAPTER, dict(trainable="low_rank", low_rank=LowRank(2, 4), compute_dtype="bfloat16")),
-            (NEURON, dict(trainable="all", compute_dtype="bfloat16")),
+            (
+                ADAPTER,
+                dict(trainable="low_rank", low_rank=LowRank(2, 4), compute_dtype="bfloat16"),
+                None,
+            ),
+            (NEURON, dict(trainable="all", compute_dtype="bfloat16"), "h200"),
         ),
-        (DMC(window=4), dict(trainable="all")),
+        (DMC(window=4), dict(trainable="all"), None),
     ],
     ids=["adapter-all", "adapter", "low-rank", "neuron", "dmc"],
 )
-def test_planned_step_has_the_trainers_arguments(policy, changes, monkeypatch):
-    mesh = make_mesh(2, 2)
+def test_planned_step_has_the_trainers_arguments(policy, changes, device, monkeypatch):
+    """With much memory constants are whole, and split over `model` alone."""
+    mesh, sheet = make_mesh(2, 2), device and DEVICES[device]
+    monkeypatch.setattr(library, "data_sheet", lambda kind: sheet)
+    changes = dict(remat="all_but_attention") | changes
     made = recipe(DECAY, RAMP, batch_size=8, micro_batch_size=2, **changes)
     model = language_model(dtype=jnp.bfloat16)
     taken = []
@@ -61,7 +70,12 @@ def test_planned_step_has_the_trainers_arguments(policy, changes, monkeypatch):
         batch = {name: np.ones((4, made.sequence_length), dtypes[name]) for name in names}
         with pytest.raises(Recorded):
             trainer.step([batch, batch], made.progress(0, policy))
-    program = program_of_shape(model.config, policy, made, mesh, "bfloat16")
+    memory = None if sheet is None else float(sheet.memory)
+    program = program_of_shape(model.config, policy, made, mesh, "bfloat16", memory=memory)
+    for name, x in (program.constants["frozen"] | program.constants["teacher"]).items():
+        if name.endswith("down_proj.kernel"):  # [L, F, E]: F over `model`, E over `data`
+            parts = x.shape[1] // 2, x.shape[2] // (1 if device else 2)
+            assert x.sharding.shard_shape(x.shape)[1:] == parts
     planned = program.state, program.constants, *program.inputs(made.stages_for(policy)[0])
     for abstract, given in zip(planned, taken, strict=True):
         assert described(abstract) == described(given)

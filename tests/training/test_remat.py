@@ -20,7 +20,7 @@ from dms_jax.training import retrofit
 from dms_jax.training import trainer as library
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.remat import choose_remat, kept_bytes
+from dms_jax.training.remat import choose_remat, holds_constants, kept_bytes
 from dms_jax.training.trainer import Trainer
 from tests.support.models import tiny_config
 from tests.training.tiny import ADAPTER, documents, language_model, recipe
@@ -87,6 +87,43 @@ def test_tensor_parallelism_does_not_split_hidden_states():
         memory=float(memory),
     )
     assert chosen.remat == "all_but_attention"
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "trainable", "device", "expected"),
+    [
+        # 24.7 GB of kept products and 16 of frozen weights, of 0.6 x 80.
+        ("llama-3.1-8b", 8192, "adapter", "h100", True),
+        ("llama-3.1-8b", 16384, "adapter", "h100", False),
+        ("llama-3.1-8b", 8192, "adapter", None, False),
+        # Beside 16 GB of state and 2 of shards, 16 of the teacher.
+        ("llama-3.1-8b", 8192, "all", "h200", True),
+        ("llama-3.1-70b", 8192, "adapter", "h200", False),
+    ],
+)
+def test_constants_are_whole_where_memory_allows(shape, length, trainable, device, expected):
+    config, policy = SHAPES[shape], DMS(source="adapter")
+    skeleton = low_rank.skeleton(
+        config, adapter=policy.retrofit.adapter, low_rank=None, dtype=np.float32
+    )
+    size = sum(x.size for x in jax.tree.leaves(skeleton))
+    open_one = dataclasses.replace(
+        OPEN, sequence_length=length, batch_size=8, micro_batch_size=1, remat="all_but_products"
+    )
+    told: dict[str, Any] = dict(
+        constants=2.0 * size,
+        parameters=size,
+        trained=size if trainable == "all" else 10**6,
+        shards=(8, 1, 1),
+        memory=None if device is None else float(DEVICES[device].memory),
+    )
+    assert holds_constants(open_one, config, **told) == expected
+    unknown = dataclasses.replace(open_one, remat="nothing")
+    assert not holds_constants(unknown, config, **told)
+    if expected:  # devices along `model` share them
+        more = told | dict(constants=2.0 * size * 20)
+        assert not holds_constants(open_one, config, **more)
+        assert holds_constants(open_one, config, **more | dict(shards=(8, 1, 32)))
 
 
 def test_trainer_and_plan_choose_alike(monkeypatch):

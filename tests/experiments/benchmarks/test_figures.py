@@ -300,7 +300,7 @@ def test_kernels_are_grouped_by_family(monkeypatch):
         (2.0, 500.0, "retrofit_forward"),
         (3.0, 3000.0, "nvjet_tst_128x256"),
     ]
-    monkeypatch.setattr(training, "device_events", lambda run: events)
+    monkeypatch.setattr(training, "events_by_device", lambda run: [events, events])
     found = training.kernels_of(None)
     assert found["families"]["products"] == {"ms": 5.0, "launches": 2}
     assert found["families"]["attention"] == {"ms": 0.5, "launches": 1}
