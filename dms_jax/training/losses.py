@@ -234,10 +234,8 @@ def _chunk_losses(
     normaliser = jnp.log(sums.total)
     likelihood = normaliser - sums.chosen
     likelihood = jnp.sum(jnp.where(positions.target_mask, likelihood[..., 0], 0))
-    of_text = None
-    if not others or settings.text_weight:
-        of_text = jnp.exp(logits - normaliser) - _chosen(logits, positions.targets)
-        of_text = jnp.where(positions.target_mask[..., None], of_text, 0)
+    of_text = jnp.exp(logits - normaliser) - _chosen(logits, positions.targets)
+    of_text = jnp.where(positions.target_mask[..., None], of_text, 0)
     if not others:
         return TokenLosses(likelihood, jnp.zeros((), wide), likelihood), of_text
     logits, others = logits / scale, others[0] / scale
@@ -253,7 +251,7 @@ def _chunk_losses(
     distillation = scale**2 * jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
     gradient = scale * jnp.where(positions.mask[..., None], gradient, 0)
     main = distillation
-    if of_text is not None:
+    if settings.text_weight:
         main += settings.text_weight * likelihood
         gradient += settings.text_weight * of_text
     return TokenLosses(main, distillation, likelihood), gradient
