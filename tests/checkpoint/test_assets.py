@@ -87,7 +87,7 @@ def test_adapter_fits_its_base_and_is_refused_alone():
     adapter = assets.path("reasoner-11m-dms")
     model = load(assets.path("reasoner-11m"), adapter=adapter)
     assert model.policy == DMS(window=16, source="adapter", shift=0)
-    said = f"dms_jax.load(dms_jax.assets.path('reasoner-11m'), adapter={str(adapter)!r})"
+    said = "trained on (dms_jax.assets.path('reasoner-11m')), with this directory as `adapter`"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load(adapter)
 

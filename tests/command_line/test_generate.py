@@ -135,7 +135,7 @@ def test_prompt_is_a_message_if_there_is_a_template(capsys):
     model = mock.Mock(spec=dms_jax.LanguageModel, tokenizer=tokenizer)
     message = [[{"role": "user", "content": "Hi"}]]
     assert read() == message
-    assert "chat template as a user's message (--plain" in capsys.readouterr().err
+    assert "user's message in the chat template (--plain" in capsys.readouterr().err
     assert read(chat=True) == message
     assert read(plain=True) == ["Hi"]
     assert capsys.readouterr().err == ""
