@@ -29,9 +29,12 @@ DEVICES = 8
 
 
 def start(
-    told: dict[str, Any], count: int, module: str = "tests.training.one_of_two"
+    told: dict[str, Any],
+    count: int,
+    module: str = "tests.training.one_of_two",
+    devices: int = DEVICES,
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run, with eight devices in total."""
+    """Starts the processes of a run, with so many devices in total."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -39,7 +42,7 @@ def start(
     for index in range(count):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(DEVICES // count),
+            "JAX_NUM_CPU_DEVICES": str(devices // count),
             "PYTHONPATH": str(ROOT),
         }
         if count > 1:

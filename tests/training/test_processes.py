@@ -21,16 +21,16 @@ from dms_jax.errors import ConfigError
 from dms_jax.processes import Agreement, arguments, connect, gather, parts
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
-from tests.training.killing import EXPORT, compare, finish, start
+from tests.training.killing import EXPORT, compare, finish, kill_at, losses, start
 from tests.training.tiny import EAGER, documents, language_model, recipe
 
 # One program for all tests, compiled once.
 TOLD: dict[str, Any] = dict(float64=True, mesh=[4, 2], steps=20, snapshots=[1.5])
 
 
-def run(count: int, out: pathlib.Path, **told: Any) -> list[dict[str, Any]]:
+def run(count: int, out: pathlib.Path, devices: int = 8, **told: Any) -> list[dict[str, Any]]:
     """Runs to the end; returns the report of each process."""
-    started = start({"out": str(out)} | told, count)
+    started = start({"out": str(out)} | told, count, devices=devices)
     finish(started)
     return [json.loads(out.with_name(f"{out.name}-{i}.json").read_text()) for i in range(count)]
 
@@ -67,6 +67,19 @@ def test_two_processes_are_one_run(tmp_path, whole):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("trainable", ["adapter", "all"])
+def test_constants_that_are_whole_on_both(trainable, tmp_path):
+    """With the memory of an H200, which holds frozen parameters and the teacher's whole."""
+    told = TOLD | dict(steps=3, device="h200", snapshots=[])
+    told["recipe"] = dict(trainable=trainable, remat="all_but_attention")
+    (alone,) = run(1, tmp_path / "alone", **told)
+    both = run(2, tmp_path / "two", **told)
+    assert [each["ended"] for each in both] == ["done", "done"]
+    for name in ("losses", "norms"):
+        chex.assert_trees_all_close(np.array(both[0][name]), np.array(alone[name]), rtol=1e-9)
+
+
+@pytest.mark.nightly
 def test_sigterm_to_one_process_stops_all_and_the_run_resumes(tmp_path, whole):
     out, uninterrupted = whole
     stopped = run(2, tmp_path / "run", term=[1, 1], **TOLD)
@@ -98,6 +111,29 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path):
     same, (kill,) = compare(tmp_path, processes=1, kills=1, steps=6, seed=0)
     assert same
     assert kill["process"] == 0 <= kill["step"] <= kill["reached"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("count", "mesh"), [(1, [2, 2]), (2, [2, 1])])
+def test_one_of_two_is_killed_and_fewer_devices_go_on(count, mesh, tmp_path, whole):
+    """Eight devices, then four of one process, or one of each of two."""
+    out, _ = whole
+    steps = dict(TOLD, every=2)
+    started = start({"out": str(tmp_path / "run")} | steps, 2)
+    seen = kill_at(started, 7, 0.0, victim=1)
+    reached = [
+        int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit()
+    ]
+    assert 0 < max(reached) <= int(seen.split()[1]) < TOLD["steps"]
+    size = mesh[0] * mesh[1]
+    ends = run(count, tmp_path / "run", size, **steps | dict(mesh=mesh))
+    assert [each["ended"] for each in ends] == ["done"] * count
+    assert len(ends[0]["losses"]) == TOLD["steps"] - max(reached)
+    found, expected = losses(tmp_path / "run"), losses(out)
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    chex.assert_trees_all_close(
+        np.array([loss for _, loss in found]), np.array([loss for _, loss in expected]), rtol=1e-9
+    )
 
 
 @pytest.mark.nightly
