@@ -33,6 +33,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
+from dms_jax.checks import Number
 
 Direction = Literal["reverse", "forward"]
 
@@ -88,7 +89,7 @@ class _Positions(NamedTuple):
 class _Settings:
     direction: Direction
     temperature: float
-    text_weight: float
+    text_weight: Number
     chunk: int
 
 
@@ -101,7 +102,7 @@ def token_losses(
     target_mask: Bool[Array, "B T"],
     direction: Direction,
     temperature: float = 1.0,
-    text_weight: float = 0.0,
+    text_weight: Number = 0.0,
     chunk: int | None = None,
 ) -> TokenLosses:
     """Returns the sums of the losses over the positions of a batch.

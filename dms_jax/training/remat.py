@@ -12,6 +12,7 @@ import math
 
 import jax.numpy as jnp
 
+from dms_jax.checks import Number
 from dms_jax.config import ModelConfig
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.recipe import Recipe
@@ -62,7 +63,7 @@ def choose_remat(
     parameters: int,
     trained: int,
     shards: tuple[int, int, int],
-    memory: float | None,
+    memory: Number | None,
 ) -> Recipe:
     """Returns the recipe with "auto" in `remat` resolved.
 
@@ -86,11 +87,11 @@ def holds_constants(
     recipe: Recipe,
     config: ModelConfig,
     *,
-    constants: float,
+    constants: Number,
     parameters: int,
     trained: int,
     shards: tuple[int, int, int],
-    memory: float | None,
+    memory: Number | None,
 ) -> bool:
     """Whether every device holds the parameters that no step changes, instead of its shard.
 
