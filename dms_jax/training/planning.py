@@ -3,7 +3,7 @@
 libtpu compiles the step of each stage ahead of time and reports its memory. Stages whose steps take
 the same arguments, such as a ramp and the steps after it, share a program. A plan for GPUs compiles
 for the same number of v5p chips, which partition the step in the same way but need other
-temporaries: on H200s the estimate was up to a third too high or low (experiments/results/training).
+temporaries: on H200s the estimate was up to a third too high (experiments/results/training).
 
 Seconds estimate computing time only, executed operations / (devices * peak * 0.5), without
 communication between devices. 0.5 is between the shares of the peak that were measured on one H200
@@ -142,7 +142,7 @@ class Plan:
         ]
         if not machine.is_tpu:
             lines.append(
-                f"Estimated from a TPU's program ({machine.topology}): memory may be a third off"
+                f"Estimated from a TPU's program ({machine.topology}): memory may be a quarter less"
             )
         lines += ["", "Memory a device, GB"]
         rows = {

@@ -89,7 +89,7 @@ def test_report_of_a_fitting_plan():
     for line in (
         "8.0B parameters, DMS(window=3",
         "On 8 h200 (8xh200): data 8, model 1",
-        "Estimated from a TPU's program (v5p:2x2x2): memory may be a third off",
+        "Estimated from a TPU's program (v5p:2x2x2): memory may be a quarter less",
         "together                                     55.00",
         "of h200: fits",
         "the run, 9.65B tokens: 1.3 hours, 10 device-hours",
