@@ -42,7 +42,7 @@ class Config:
     """Time 1, 2, 4 and 8 GPUs."""
 
     devices: tuple[int, ...] = ()
-    """Numbers of devices; by default 1, 2, 4 and 8, as far as there are so many."""
+    """Numbers of devices; by default those of 1, 2, 4 and 8 that the machine has."""
     parts: tuple[Part, ...] = ("training", "decoding", "engine")
     """Parts of the table."""
     tiny: bool = False

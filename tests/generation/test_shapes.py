@@ -106,7 +106,7 @@ def test_next_batch_on_a_mesh(left, lanes, width, entries):
     ("left", "lanes", "width", "entries"),
     [
         ({40: 105}, [40], 256, 16),
-        # Two of each group; of one group, of which each program has two.
+        # A program has two entries of each group.
         (dict.fromkeys(range(0, 256, 16), 105), list(range(0, 256, 16)), 256, 16),
         (dict.fromkeys([32, 33, 34, 255], 105), [32, 33, 255], 256, 16),
         (dict.fromkeys([0, 255], 600), [0, 255], 512, 8),
