@@ -7,8 +7,9 @@ For several GPUs:
 
     latency hiding scheduler   starts a collective as early as its operands are there, and waits for
                                it as late as its result is needed, with compute in between
-    double-buffered loops      unroll the loop over layers by two, so that the weights of the next
-                               layer arrive while this one computes
+    double-buffered loops      unroll the loop over layers by two, for the weights of the next layer
+                               to arrive while this one computes; in compiled steps of a 1B model
+                               the second layer still waits for the first
     combining thresholds       gather and reduce the matrices of one layer together, never those of
                                several layers, which would take more memory
     high-priority stream       communication is not queued behind compute
