@@ -8,13 +8,16 @@ first token by turn, with and without the prefix cache, the cached share of prom
 the answers are equal, and the bytes of the prefixes at the end; their ratio to Vanilla's tells how
 many more sessions the same memory keeps. Real model shapes, random weights, random tokens;
 RandomEviction stands for DMS at the same ratio. With --url the same sessions use any server with
-OpenAI's API, ours or vLLM's. A client does not see tokens, so random ones replace the last answer
-in the next prompt. For an answer without text its end is timed.
+OpenAI's API, ours or vLLM's. A client does not see tokens, so others replace the last answer in the
+next prompt. For an answer without text its end is timed. With --text the tokens are those of files,
+as a trained adapter needs: it keeps more of random tokens than of text.
 
     python -m experiments.benchmarks.agent_sessions
     python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
     python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
         --shape qwen2.5-1.5b
+    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
+        --tokenizer MODEL --text dms_jax
     python -m experiments.benchmarks.agent_sessions --layers 2 --dtype float32 --sessions 2 \
         --turns 3 --shorten 40     # without a GPU
 """
@@ -23,8 +26,11 @@ import dataclasses
 import gc
 import json
 import pathlib
+import re
 import sys
 import time
+import urllib.error
+import urllib.request
 from typing import Any, Literal
 
 import jax
@@ -32,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
+from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation import Engine, Sampling, Update
@@ -66,6 +73,10 @@ class Config:
     """Divisor of the recorded lengths, for a short trial."""
     url: str | None = None
     """Address of a server to time instead of an engine, without /v1."""
+    text: pathlib.Path | None = None
+    """Folder whose Python files are the text of the prompts, instead of random tokens."""
+    tokenizer: pathlib.Path | None = None
+    """Model directory whose tokenizer reads --text."""
     policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
         "Vanilla",
         "RandomEviction",
@@ -82,6 +93,8 @@ class Config:
 
     def __post_init__(self):
         check_numbers(self)
+        if (self.text is None) != (self.tokenizer is None):
+            raise dms_jax.ConfigError("--text and --tokenizer go together.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,21 +138,44 @@ class Lengths:
 
 
 class Prompts:
-    """The prompts of all sessions, of random tokens."""
+    """The prompts of all sessions, of random tokens or of --text."""
 
     def __init__(self, config: Config, lengths: Lengths, vocabulary: int):
         self._random, self._vocabulary = np.random.default_rng(0), vocabulary
+        self._text = None if config.text is None else read_text(config)
         shared = self.tokens(lengths.shared)
         own = lengths.turns[0].more - lengths.shared
         self.now = [shared + self.tokens(own) for _ in range(config.sessions)]
 
     def tokens(self, count: int) -> list[int]:
-        return self._random.integers(0, self._vocabulary, count).tolist()
+        """Returns random tokens, or the next ones of the text, which begins again at its end."""
+        if self._text is None:
+            return self._random.integers(0, self._vocabulary, count).tolist()
+        found = self._text[:count].tolist()
+        self._text = np.roll(self._text, -count)
+        return found
 
     def grow(self, answers: list[list[int]], more: int) -> None:
         """Adds the last answers and the tokens of the next turn."""
         for prompt, answer in zip(self.now, answers, strict=True):
             prompt += answer + self.tokens(more)
+
+
+def read_text(config: Config) -> np.ndarray:
+    """Returns the tokens of the Python files of --text, in order of their paths.
+
+    Raises:
+      ConfigError: there is no tokenizer, or there are too few for a session.
+    """
+    assert config.text is not None
+    assert config.tokenizer is not None
+    if (tokenizer := Tokenizer.from_directory(config.tokenizer)) is None:
+        raise dms_jax.ConfigError(f"--tokenizer {config.tokenizer}: there is no tokenizer.")
+    text = "\n".join(path.read_text() for path in sorted(config.text.rglob("*.py")))
+    found = np.asarray(tokenizer.encode(text))
+    if len(found) < (least := Lengths.read(config).total):
+        raise dms_jax.ConfigError(f"--text {config.text}: {len(found):,} tokens of {least:,}.")
+    return found
 
 
 def figures_of(prompts: list[list[int]], begun: list[float], cached: int) -> dict[str, Any]:
@@ -222,8 +258,22 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
             )
         # Special tokens have no text.
         begun = [each.parts[0] if each.parts else each.seconds for each in answers]
-        turns.append(figures_of(prompts.now, begun, sum(each.cached for each in answers)))
-    return dict(turns=turns)
+        row = figures_of(prompts.now, begun, sum(each.cached for each in answers))
+        # Live tokens at the end of an answer, if the server tells them.
+        row["peak_tokens"] = [each.peak for each in answers if each.peak is not None]
+        turns.append(row)
+    return dict(turns=turns, prefix_bytes=prefix_bytes(url))
+
+
+def prefix_bytes(url: str) -> dict[str, float]:
+    """Returns the bytes of cached prefixes that a server's metrics tell, by place."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+    except urllib.error.HTTPError:  # it has no metrics
+        return {}
+    found = re.findall(r'^dms_jax_prefix_bytes\{place="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {place: float(size) for place, size in found}
 
 
 def time_policy(config: Config, model: dms_jax.LanguageModel, name: str) -> dict[str, Any]:

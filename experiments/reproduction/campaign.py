@@ -59,6 +59,7 @@ from dms_jax.evaluation.tasks import AIME, ARC, GSM8K, MATH500, MMLU, RULER, Hum
 from dms_jax.evaluation.tasks.ruler import ruler_tasks
 from dms_jax.generation import Sampling
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, calibrate_queries
 from experiments.reproduction.pieces import Piece, Results, chosen, do_pieces
@@ -142,13 +143,13 @@ class Training:
 
     Attributes:
       ratios: compression ratios at which it is exported; the last one is the target.
-      trainable: low-rank updates beside frozen weights, or all weights.
+      trainable: the adapter alone, with low-rank updates of frozen weights, or with all weights.
       policy: the trained policy; None for the control.
       changes: changed fields of the recipe.
     """
 
     ratios: tuple[float, ...] = (2.0, 3.3)
-    trainable: Literal["low_rank", "all"] = "low_rank"
+    trainable: Literal["adapter", "low_rank", "all"] = "low_rank"
     policy: Policy | None = DMS
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -171,7 +172,9 @@ TRAININGS = {
     "control": Training(policy=None),
     "dms-8": Training(ratios=(8.0,)),
     "text-3.3": Training(changes=dict(answers_only=True, text_weight=0.5)),
+    "wide-3.3": Training(changes=dict(low_rank=LowRank(rank=128, alpha=256.0))),
     "all-3.3": Training(trainable="all"),
+    "adapter-3.3": Training(trainable="adapter"),
     "kvpop": Training(policy=dms_jax.KVpop(budget=128, window=16)),
 }
 SEVERAL = ("dms-3.3", "control", "dms-8")  # trained with every seed; the others with the first seed

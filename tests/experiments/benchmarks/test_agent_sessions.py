@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import pathlib
 import threading
 
 import pytest
@@ -75,6 +76,22 @@ def test_answers_without_text_count_as_tokens(parts):
     lengths = [turn["prompt"] for turn in turns]
     assert lengths == sorted({*lengths})
     assert {len(body["prompt"]) for body in asked} == {*lengths}
+
+
+def test_prompts_of_a_text(tmp_path):
+    """Sessions share the first tokens, and continue with different parts of the text."""
+    model = pathlib.Path(dms_jax.__file__).parent / "assets" / "stories260k"
+    (tmp_path / "b.py").write_text("once upon a time " * 4)
+    (tmp_path / "a.py").write_text("".join(f"there was a dog number {n}. " for n in range(400)))
+    one = agent_sessions.Config(sessions=2, turns=2, shorten=100, text=tmp_path, tokenizer=model)
+    lengths = agent_sessions.Lengths.read(one)
+    first, second = agent_sessions.Prompts(one, lengths, 512).now
+    shared = lengths.shared
+    assert first[:shared] == second[:shared]
+    assert first[shared:] != second[shared:]
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(dms_jax.ConfigError, match="--text"):
+        agent_sessions.Prompts(one, lengths, 512)
 
 
 def test_answer_without_usage_is_refused():
