@@ -220,7 +220,8 @@ RIVALS = {
 RULES = ("peak", "share")
 SHARE = 3.3  # compression ratio of the papers' rule
 FLOAT8 = "float8"  # the whole cache in 8 bits
-VOTING = ("dms-3.3", "control", "text-3.3", "dms-8", "kvpop")  # trainings on the frontiers
+# Trainings on the frontiers.
+VOTING = ("dms-3.3", "control", "text-3.3", "wide-3.3", "all-3.3", "dms-8", "kvpop")
 ON_FRONTIERS = ("quest", "tova", "rkv")
 
 
