@@ -299,7 +299,7 @@ def test_many_answers_are_judged_side_by_side(make, monkeypatch):
         return passes(self, sandbox, tests, answer)
 
     monkeypatch.setattr(HumanEval, "passes", watched)
-    monkeypatch.setattr("dms_jax.evaluation.sandbox.confined.cores", lambda: 2)
+    monkeypatch.setattr("dms_jax.evaluation.sandbox.cores", lambda: 2)
     good, bad = block(HELP + WHOLE), block(WHOLE)
     pairs = [(right, good), (wrong, bad), (right, "no block"), (right, good)]
     assert task.scores(pairs) == [1, 0, 0, 1]
