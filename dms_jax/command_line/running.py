@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 
 import dms_jax
-from dms_jax.command_line import help_texts, interrupts
+from dms_jax.command_line import help_texts
 from dms_jax.command_line.spelling import spelled_as_options
 from dms_jax.errors import EngineFailedError
 
@@ -122,7 +122,7 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
     If standard output is closed (`dms-jax policies | head`), writes nothing more and returns 1.
     """
     try:
-        with warnings.catch_warnings(), interrupts.heard():
+        with warnings.catch_warnings():
             warnings.showwarning = _say
             status = call()
             sys.stdout.flush()
