@@ -375,9 +375,14 @@ def test_sandbox_dies_with_its_parent():
     """Even if the parent is killed and cannot clean up."""
     source = (
         "from dms_jax.evaluation.sandbox import Sandbox\n"
-        "Sandbox(wall_seconds=600).run('import time; time.sleep(600)')"
+        "sandbox = Sandbox(wall_seconds=600)\n"
+        "sandbox.require()\n"  # a process of its own, which ends by itself
+        "print('ready', flush=True)\n"
+        "sandbox.run('import time; time.sleep(600)')"
     )
-    judge = subprocess.Popen([sys.executable, "-c", source])
+    judge = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    assert judge.stdout is not None
+    assert judge.stdout.readline() == b"ready\n"
     listing = Path(f"/proc/{judge.pid}/task/{judge.pid}/children")
     try:
         for _ in range(600):
@@ -389,6 +394,7 @@ def test_sandbox_dies_with_its_parent():
     finally:
         judge.kill()
         judge.wait()
+        judge.stdout.close()
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
             return
