@@ -23,12 +23,13 @@ from typing import Any
 
 import tyro
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
 
 import dms_jax
 from dms_jax.cache.quantization import stored_vector
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.writing import AnswerWriter, Writer
+from dms_jax.command_line.writing import AnswerWriter, stream_text
 from dms_jax.generation import Generation, Update
 from dms_jax.generation.answers import PLAIN, AnswerForm, answer_form, with_shown_markers
 from dms_jax.generation.requests import Prompt, is_chat
@@ -124,9 +125,9 @@ class Screen:
 
     def _begin(self, index: int) -> AnswerWriter:
         """Shows a prompt; returns the writer of the answer."""
-        writer = Writer(self._console, style="bold")
-        writer.write(self._prompts[index], last=not self._continues)
-        return AnswerWriter(self._console, self._forms[index], writer.pause())
+        end = "" if self._continues else "\n"
+        stream_text(self._console, self._prompts[index] + end, Style(bold=True))
+        return AnswerWriter(self._console, self._forms[index])
 
 
 def sizes_to_show(generation: Generation) -> dict[str, str]:

@@ -32,12 +32,10 @@ from dms_jax.evaluation.tasks import (
     ChoiceTask,
     HellaSwag,
     HumanEval,
-    LiveCodeBench,
     Mathematics,
     WinoGrande,
     ruler_tasks,
 )
-from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
 from dms_jax.training.display import short_of_target
 
@@ -47,8 +45,7 @@ TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
-TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics)}
-TASKS |= {task.name: (task,) for task in (HumanEval, LiveCodeBench)}
+TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics, HumanEval)}
 CHOICES: dict[str, type[ChoiceTask]] = {
     task.name: task for task in (MMLU, ARC, HellaSwag, PIQA, WinoGrande, BoolQ)
 }
@@ -252,17 +249,17 @@ def read_tasks(
     if unknown:
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
     _check_path(name, TASKS[name][0], fields)
-    if issubclass(TASKS[name][0], CodeTask):
-        fields["sandbox"] = _sandbox(name, fields, allow_code)
+    if TASKS[name][0] is HumanEval:
+        fields["sandbox"] = _sandbox(fields, allow_code)
         known[TASKS[name][0]].add("sandbox")
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
 
 
-def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
-    """Returns the sandbox of a programming task, with the limits of `sandbox=`."""
+def _sandbox(fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
+    """Returns the sandbox of HumanEval, with the limits of `sandbox=`."""
     if not allow_code:
         raise dms_jax.ConfigError(
-            f"--task {name} judges answers by running them: code that a model wrote would run on "
+            "--task humaneval judges answers by running them: code that a model wrote would run on "
             "this machine. Allow it, in a sandbox, with --allow-code."
         )
     limits = fields.get("sandbox", {})

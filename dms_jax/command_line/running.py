@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 
 import dms_jax
-from dms_jax.command_line import help_texts, interrupts
+from dms_jax.command_line import help_texts
 from dms_jax.command_line.spelling import spelled_as_options
 from dms_jax.errors import EngineFailedError
 
@@ -122,7 +122,7 @@ def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int
     If standard output is closed (`dms-jax policies | head`), writes nothing more and returns 1.
     """
     try:
-        with warnings.catch_warnings(), interrupts.heard():
+        with warnings.catch_warnings():
             warnings.showwarning = _say
             status = call()
             sys.stdout.flush()
@@ -157,7 +157,7 @@ def _say(message: Warning | str, *where: Any) -> None:
 
 
 def running_program() -> str:
-    """Returns the program as typed: `dms-jax`, or `python -m experiments.pretrain`."""
+    """Returns the program as typed: `dms-jax`, or `python -m experiments.benchmarks.engine`."""
     name = pathlib.Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if name == "dms-jax" or (spec is not None and spec.name == "dms_jax.command_line.__main__"):

@@ -4,7 +4,7 @@ The draws never depend on the batch. The logits do, through rounding: a sum in a
 differs in the last bit, and where two next tokens are nearly equally likely the answer diverges
 from there. Of 24 greedy answers of 64 tokens to prompts of random tokens, this many differed
 between batches of 4 or 24 and one prompt at a time (shipped models, measured at commit cc4babdd;
-answers to tasks never did; `experiments.reproduction.answers_under_load` compares seeded ones):
+answers to tasks never did):
 
     CPU, float32 and float64                   0
     CPU, bfloat16, against two lanes           0 to 4 (9 to 12 if XLA may leave out roundings)

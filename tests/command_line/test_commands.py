@@ -353,7 +353,7 @@ SLIPS = {
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "evaluate --task txt": "--task 'txt' (did you mean text?) is none of",
     "evaluate --task .": "A task reads a file: --task mathematics --task-options path=.",
-    "hyperscale --task mmlu": "humaneval, livecodebench, ruler.\n",
+    "hyperscale --task mmlu": "humaneval, ruler.\n",
     "generate Hi": "there is no directory or file /",
 }
 

@@ -79,9 +79,6 @@ RUNS: dict[str, dict] = {
         backends=("FLASH_ATTN",),
         runs=1,
     ),
-    "reproduction.answers_under_load": dict(
-        policies=("Vanilla",), requests=3, lanes=2, most_tokens=16, share=1.0
-    ),
 }
 
 

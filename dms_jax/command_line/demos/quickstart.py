@@ -35,10 +35,8 @@ from dms_jax import assets
 from dms_jax.analysis import View, eviction_page, retention, token_texts
 from dms_jax.checks import Count, Range, Whole, check
 from dms_jax.command_line.reports import make_folder, provenance, write_json, write_text
-from dms_jax.command_line.writing import Writer
 from dms_jax.data import Documents
 from dms_jax.evaluation import standard_error
-from dms_jax.generation import Update
 from dms_jax.training import Recipe, recipes
 
 LENGTH = 512  # tokens per sequence: the model's positions
@@ -303,22 +301,17 @@ def write_page(
 
 
 def tell_a_story(console: Console, model: dms_jax.LanguageModel) -> None:
-    """Generates a new story from the compressed cache, as it is written."""
+    """Generates a new story from the compressed cache."""
     prompt = "Once upon a time, there was a little dog who"
     console.print(f"\n[bold]A new story from the compressed cache[/bold]\n{prompt} ...")
-
-    writer = Writer(console, 78)
-
-    def write(update: Update) -> None:
-        writer.write(update.text, last=update.finished)
 
     out = dms_jax.generate(
         model,
         [prompt],
         sampling=dms_jax.Sampling(temperature=0.7, top_p=0.9, max_new_tokens=300, seed=3),
         page_size=PAGE_SIZE,
-        on_tokens=write,
     )
+    console.print(out.texts[0], markup=False, highlight=False)
     usage = out.usage
     console.print(
         f"\n{usage.prompt_tokens + usage.new_tokens} tokens, {usage.live_tokens:.0f} live at the "

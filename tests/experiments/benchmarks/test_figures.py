@@ -15,7 +15,6 @@ from experiments.benchmarks import (
     agent_sessions,
     decode_steps,
     engine,
-    first_results,
     kernels,
     kernels_decoding,
     kernels_training,
@@ -219,36 +218,6 @@ def test_session_prompts_have_the_recorded_lengths():
     one, other = prompts.now
     assert one[: lengths.shared] == other[: lengths.shared]
     assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
-
-
-# A step compiles into the cache of its folder only, and takes a tenth of a second.
-SCRIPT = (
-    "import os, time",
-    "assert 'JAX_COMPILATION_CACHE_DIR' not in os.environ",
-    "os.makedirs(os.environ['DMS_JAX_COMPILATION_CACHE'], exist_ok=True)",
-    "assert os.path.isdir('../compiled')",
-    "[0 for _ in iter(lambda: time.process_time() < 0.1, False)]",
-)
-WORK = f'python -c "{"; ".join(SCRIPT)}"'
-
-
-def test_steps_of_a_folder_run_in_sequence(monkeypatch, tmp_path):
-    steps = {
-        name: first_results.Step(name, WORK, folder)
-        for name, folder in zip("abc", "xyx", strict=True)
-    }
-    monkeypatch.setattr(first_results, "STEPS", steps)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/would/be/warm")
-    out = tmp_path / "times.json"
-    rows = first_results.main(first_results.Config(only=("a", "b", "c"), again=1, out=out))
-    again = "of the steps before"
-    assert [row["cache"] for row in rows] == ["empty", again, "empty", again, again, again]
-    for row in rows:
-        assert 0.1 <= row["processor_seconds"] < 60
-        assert row["wall_seconds"] >= 0.1
-        assert len(row["load"]) == 2
-    report = json.loads(out.read_text(encoding="utf-8"))
-    assert report["rows"] == rows
 
 
 # -- traces of a profiler, and kernels -------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import pytest
 import tyro
 
-from experiments.benchmarks import collectives, scaling, timing, traces, training
+from experiments.benchmarks import scaling, timing, traces, training
 from experiments.benchmarks.scaling import Config, Job
 
 JOBS = scaling.jobs_of((1, 2, 4, 8))
@@ -58,29 +58,6 @@ def test_shares_of_collectives_are_means_over_devices():
     assert timing.shares_of_collectives([]) == {"share": None, "alone_share": None}
     kernels = [dict(ts=start, dur=length, name=name) for start, length, name in busy]
     assert traces.summarise(kernels)["collectives"] == {"share": 0.3, "alone_share": 0.2}
-
-
-PROGRAM = """
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %a = f32[8,4]{1,0} all-gather(%x), dimensions={0}
-}
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %w = (s32[]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"6"}}
-  %r = f32[16]{0} all-reduce(%y), to_apply=%add
-  %s = bf16[2,8]{1,0} reduce-scatter(%z), dimensions={0}
-}
-"""
-
-
-def test_bytes_that_a_device_sends():
-    """Of N = 4: three quarters of a gathered array, twice of a sum, of four shown shards."""
-    assert collectives.counted(PROGRAM, 4) == {
-        "all-gather": {"count": 6, "bytes": 6 * 128 * 3 // 4},
-        "all-reduce": {"count": 1, "bytes": 2 * 64 * 3 // 4},
-        "reduce-scatter": {"count": 1, "bytes": 4 * 32 * 3 // 4},
-    }
-    steps = collectives.counted(PROGRAM, 4, steps=3)  # what is outside of them does not count
-    assert steps == {"all-gather": {"count": 2, "bytes": 2 * 96}}
 
 
 @pytest.mark.nightly

@@ -4,8 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/evaluation/"
 STATISTICS = "tests/evaluation/test_statistics.py"
-ESCAPES = "tests/evaluation/sandbox/test_escapes.py"
-SANDBOX = "tests/evaluation/sandbox/test_sandbox.py"
+SANDBOX = "tests/evaluation/test_sandbox.py"
 CODE = "tests/evaluation/tasks/test_code.py"
 SCORE = "tests/generation/test_score.py"
 GIVEN = "test_given_answers_are_scored_like_drawn_ones"
@@ -162,37 +161,30 @@ MUTANTS = [
     ),
     Mutant(
         "sandbox: calls that are not on the list are allowed",
-        FOLDER + "sandbox/inside/system_calls.py",
-        "steps.append(_return(otherwise))",
+        FOLDER + "confined.py",
+        "steps.append(_return(_EPERM))",
         "steps.append(_return(_ALLOW))",
-        (f"{ESCAPES}::test_escapes_fail[mode]",),
+        (f"{SANDBOX}::test_escapes_fail[mode]",),
     ),
     Mutant(
         "sandbox: every file can be read",
-        FOLDER + "sandbox/inside/confining.py",
-        "return [*own, *_SHARED_LIBRARIES, *_OTHERS]",
-        'return ["/"]',
-        (f"{ESCAPES}::test_escapes_fail[read a secret]",),
-    ),
-    Mutant(
-        "sandbox: threads are not counted",
-        FOLDER + "sandbox/supervising.py",
-        "(0, _CONTINUE) if self.threads >= 0 else (-_EAGAIN, 0)",
-        "(0, _CONTINUE)",
-        (f"{ESCAPES}::test_threads_are_counted",),
+        FOLDER + "confined.py",
+        "filter(os.path.exists, _READABLE)",
+        '["/"]',
+        (f"{SANDBOX}::test_escapes_fail[read a secret]",),
     ),
     Mutant(
         "sandbox: it outlives the process that judges",
-        FOLDER + "sandbox/inside/confining.py",
-        "kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)",
+        FOLDER + "confined.py",
+        "_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "pass",
-        (f"{ESCAPES}::test_sandbox_dies_with_its_parent",),
+        (f"{SANDBOX}::test_sandbox_dies_with_its_parent",),
         night=True,
     ),
     Mutant(
         "sandbox: it runs with what the system has",
-        FOLDER + "sandbox/confined.py",
-        "if process.missing and not self.allow_weaker:",
+        FOLDER + "confined.py",
+        'if missing and not job["weaker"]:',
         "if False:",
         (SANDBOX,),
     ),

@@ -1,129 +1,238 @@
-"""Escape attempts. Each is code that continues only if it got out, and then returns 2."""
+"""What a sandbox permits, how it reports failures, and what it refuses.
+
+Escape attempts are code that continues only if it got out, and then returns 2.
+"""
 
 import contextlib
 import dataclasses
+import errno
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from dms_jax.evaluation.sandbox import Sandbox
+from dms_jax.errors import CapacityError, ConfigError
+from dms_jax.evaluation import sandbox
+from dms_jax.evaluation.sandbox import Run, Sandbox, side_by_side
 from tests.support.containment import needs_containment
 from tests.support.instances import nightly_but
 
 pytestmark = needs_containment
-SMALL = Sandbox(seconds=1, wall_seconds=30, megabytes=256, threads=8, output_megabytes=1)
+SANDBOX = Sandbox(seconds=20, wall_seconds=30)
+SMALL = Sandbox(seconds=1, wall_seconds=30, megabytes=256, output_megabytes=1)
 # A refused attack ends by itself; the first allocation of memory can take a second.
 REFUSING = dataclasses.replace(SMALL, seconds=20)
 SECRET = "the secret of another process"
 
-# Refused at once, with an exception. {folder} has a file `secret`; this process listens on the
-# sockets {port} and {unix}.
+
+@pytest.mark.parametrize(
+    ("source", "stdin", "output"),
+    [
+        ("print(int(input()) + 1)", "41\n", "42\n"),
+        ("print(open(0).read().upper())", "ä\n", "Ä\n\n"),
+        ("import sys\nprint(len(sys.stdin.read()))", "x" * 1_000_000, "1000000\n"),
+        ("print(__name__)\nquit()\nprint(1)", "", "__main__\n"),
+        ("import sys\nsys.exit()", "", ""),
+        ("print(sorted({'a', 'b', 'c'}, key=hash) == sorted('abc', key=hash))", "", "True\n"),
+        ("import random\nprint(random.random())", "", "0.8444218515250481\n"),  # of seed 0
+        (
+            "import asyncio, bisect, collections, dataclasses, decimal, fractions, functools\n"
+            "import heapq, itertools, math, numbers, re, statistics, string, typing, zoneinfo\n"
+            "@dataclasses.dataclass\nclass A:\n    x: 'int'\n"
+            "print(A(1), typing.get_type_hints(A))",
+            "",
+            "A(x=1) {'x': <class 'int'>}\n",
+        ),
+        (
+            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
+            "def deep(n): return n and 1 + deep(n - 1)\n"
+            "def main(): print(deep(50_000))\n"
+            "t = threading.Thread(target=main)\nt.start()\nt.join()",
+            "",
+            "50000\n",
+        ),
+    ],
+)
+def test_programs_can_compute(source, stdin, output):
+    run = SANDBOX.run(source, stdin)
+    assert (run.output, run.failure) == (output, "")
+
+
+def test_failures_are_explained():
+    assert SANDBOX.run("print(1)\n1 / 0") == Run("1\n", "status 1")
+    assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
+    assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
+    assert SANDBOX.call("def f(): return object", "f", []) == Run(None, "status 1")
+    assert SANDBOX.call("def g(): return 1", "f", []).failure == "status 1"
+    assert SANDBOX.call("import os\nos._exit(0)", "f", []).failure == "no value"
+    forged = "import os\nfor each in range(3, 64):\n    try: os.write(each, b'{}\\n')\n"
+    forged += "    except OSError: pass\ndef f(): return 2"
+    assert SANDBOX.call(forged, "f", []).failure == "no value"
+
+
+def test_calls_return_json():
+    """Output is not the result; threads do not keep it alive."""
+    source = (
+        "import threading, time\nprint('[')\ndef f(x):\n    print(x)\n"
+        "    return [(x, 'ä'), {'a': None}]\n"
+        "threading.Thread(target=time.sleep, args=(999,)).start()"
+    )
+    assert SANDBOX.call(source, "f", [2.5]) == Run([[2.5, "ä"], {"a": None}])
+
+
+def test_cpu_timeout_is_reported():
+    """Not as the signal that ended the process: other limits and the code send signals too."""
+    short, loop = Sandbox(seconds=1, wall_seconds=60), "while True: pass"
+    judgements = [
+        lambda: short.run(f"print(1, flush=True)\n{loop}").failure,
+        lambda: short.call(f"def f():\n    {loop}", "f", []).failure,
+    ]
+    assert side_by_side(judgements) == ["time"] * 2
+    assert SANDBOX.run("import os\nos.kill(os.getpid(), 9)").failure == "status -9"
+
+
+def test_parallel_judgements_keep_their_order():
+    runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
+    assert runs == [f"{i}\n" for i in range(6)]
+    assert side_by_side([]) == []
+
+
+def test_interrupt_does_not_wait_for_running_judgements():
+    began, verdicts = threading.Event(), []
+
+    def judge():
+        began.set()
+        verdicts.append(Sandbox(seconds=5).run("while True: pass"))
+
+    def interrupted():
+        began.wait()
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([interrupted, judge])
+    assert time.monotonic() - start < 5
+    assert verdicts == []
+
+
+# -- where it refuses to run ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def lacking(tmp_path, monkeypatch):
+    """Makes a mechanism fail as on a kernel without it."""
+    text = sandbox._PROGRAM.read_text()
+
+    def lacking(old, new):
+        assert text.count(old) == 1
+        (tmp_path / "confined.py").write_text(text.replace(old, new))
+        monkeypatch.setattr(sandbox, "_PROGRAM", tmp_path / "confined.py")
+        sandbox._require.cache_clear()
+
+    yield lacking
+    sandbox._require.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("_RESTRICT_SELF = 444", "_RESTRICT_SELF = 9999", "Landlock .*: .*not implemented"),
+        ("_SET_MODE_FILTER = 1", "_SET_MODE_FILTER = 77", "seccomp filters .*: .*Invalid arg"),
+        ("os.uname().machine]", "'vax']", "seccomp filters .*: 'vax'"),
+    ],
+)
+def test_missing_mechanism_is_named(lacking, old, new, message):
+    lacking(old, new)
+    for judge in (Sandbox().require, lambda: Sandbox().run("print(1)")):
+        with pytest.raises(ConfigError, match=rf"lacks {message}.*Sandbox\(allow_weaker=True\)"):
+            judge()
+    weaker = Sandbox(allow_weaker=True, wall_seconds=30, megabytes=256)
+    assert weaker.run("print(1)").output == "1\n"
+    assert weaker.call("def f(x): return x + 1", "f", [1]).output == 2
+    assert weaker.run("bytearray(1 << 30)").failure == "status 1"
+
+
+def test_limits_too_small_are_named():
+    with pytest.raises(ConfigError, match=r"megabytes=1,"):
+        Sandbox(megabytes=1).require()
+    with pytest.raises(ConfigError, match="seconds must be"):
+        Sandbox(seconds=0)
+
+
+def test_failed_start_is_an_error_not_a_score(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    SANDBOX.require()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(CapacityError, match="could not start a process: No such file"):
+        SANDBOX.run("print(1)")
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(CapacityError, match="Too many open files"):
+        SANDBOX.call("def f(): return 1", "f", [])
+
+
+def test_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(sandbox.os, "name", "nt")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ConfigError, match="needs Linux; this is win32"):
+        Sandbox(megabytes=999).require()
+
+
+# -- escapes ---------------------------------------------------------------------------------------
+
 REFUSED = {
     # processes
     "fork": "while True: os.fork()",
-    "double fork and a session": "os.fork() or (os.setsid(), os.fork(), time.sleep(1000))",
-    "a session of its own": "os.setsid()",
     "subprocess": "subprocess.run(['/bin/true'])",
-    "system": "assert os.system('true') == 0",
-    "spawn": "os.posix_spawn('/bin/true', ['true'], dict())",
     "exec": "os.execv('/bin/true', ['true'])",
-    "exec of Python": "os.execv(sys.executable, ['python', '-c', '0'])",
-    "multiprocessing": "multiprocessing.get_context('fork').Process(target=print).start()",
-    "thread bomb": (
-        "while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
-    ),
     # memory
     "100 GB at once": "bytearray(100 << 30)",
-    "100 GB mapped": "mmap.mmap(-1, 100 << 30)",
     "100 GB bit by bit": "held = []\nwhile True: held.append(bytearray(1 << 20))",
     "a file in memory": "os.memfd_create('x')",
-    "shared memory": "multiprocessing.shared_memory.SharedMemory(create=True, size=1 << 20)",
     "a larger limit": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "more time": "resource.setrlimit(resource.RLIMIT_CPU, (9999, 9999))",
     # files
     "write": "open('{folder}/new', 'w')",
-    "append": "open('{folder}/secret', 'a')",
-    "truncate": "os.truncate('{folder}/secret', 0)",
     "fill the disk": "file = tempfile.TemporaryFile()\nwhile True: file.write(bytes(1 << 20))",
-    "make a folder": "os.mkdir('{folder}/new')",
     "remove": "os.unlink('{folder}/secret')",
     "rename": "os.rename('{folder}/secret', '{folder}/new')",
-    "symbolic link": "os.symlink('{folder}/secret', '{folder}/new')",
     "hard link": "os.link('{folder}/secret', '{folder}/new')",
-    "pipe in a folder": "os.mkfifo('{folder}/new')",
     "mode": "os.chmod('{folder}/secret', 0o777)",
-    "owner": "os.chown('{folder}/secret', 1, 1)",
-    "dates": "os.utime('{folder}/secret', (0, 0))",
-    "attributes": "os.setxattr('{folder}/secret', 'user.x', b'1')",
     "read a secret": "open('{folder}/secret').read()",
     "read a link to a secret": "open('{folder}/link').read()",
     "read through ..": "open(os.path.dirname(os.__file__) + '/..' * 20 + '{folder}/secret').read()",
-    "read beside a folder": "os.open('secret', 0, dir_fd=os.open('{folder}', os.O_PATH))",
     "list a folder": "os.listdir('{folder}')",
-    "read users": "open('/etc/passwd').read()",
     "read the parent's environment": "open(f'/proc/{{os.getppid()}}/environ', 'rb').read()",
-    "read the parent's memory": "open(f'/proc/{{os.getppid()}}/mem', 'rb')",
-    "read a disk": "os.listdir('/dev')",
-    "root": "os.chroot('/')",
-    "terminal": "open('/dev/tty')",
     # network
     "TCP to this machine": "socket.create_connection(('127.0.0.1', {port}))",
-    "TCP to outside": "socket.create_connection(('192.0.2.1', 80), 1)",
     "IPv6": "socket.socket(socket.AF_INET6)",
     "UDP": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
-    "raw": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
-    "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     "UNIX socket": "socket.socket(socket.AF_UNIX).connect('{folder}/unix')",
-    "abstract UNIX socket": "socket.socket(socket.AF_UNIX).bind('\\0mine')",
-    "datagrams through a pair": "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', 'u')",
-    "names": "socket.gethostbyname('localhost.example')",
     # signals to others, and other ways to harm them
     "kill the parent": "os.kill(os.getppid(), 9)",
-    "stop the parent": "os.kill(os.getppid(), signal.SIGSTOP)",
     "kill everybody": "os.kill(-1, 9)",
-    "kill the group": "os.killpg(os.getpgid(os.getppid()), 9)",
     "kill by descriptor": "signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
-    "signals of a file": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
     "survive the parent": "libc('prctl', 1, 0, 0, 0, 0)",
     "limit the parent": "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
-    "slow the parent": "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
-    "bind the parent": "os.sched_setaffinity(os.getppid(), [0])",
     "ptrace the parent": "libc('ptrace', 16, os.getppid(), 0, 0)",
-    "be traced": "libc('ptrace', 0, 0, 0, 0)",
     # privileges
     "namespaces": "os.unshare(os.CLONE_NEWUSER)",
     "become another user": "os.setuid(1)",
-    # its own channels
-    "standard input": "os.close(0); input()",
-    "input that ends": "input()",
-    "exit with an exception": "sys.exit(0)",
 }
 # System calls, by their numbers on x86-64.
 CALLS = {
     "queue a signal": "129, os.getppid(), 9, bytes(128)",
     "read memory of the parent": "310, os.getppid(), bytes(16), 1, bytes(16), 1, 0",
-    "mount": "165, b'none', b'/mnt', b'tmpfs', 0, None",
     "io_uring": "425, 8, bytes(256)",
-    "bpf": "321, 0, bytes(256), 128",
-    "keys": "250, 0, -3, 1",
-    "performance events": "298, bytes(128), 0, -1, -1, 0",
-    "another filter": "317, 0, 0, None",
-    "shared memory of System V": "29, 0, 4096, 0o1600",
-    "files by handle": "304, 0, bytes(64), 0",
-    "module of the kernel": "175, bytes(64), 64, b''",
-    "the clock": "227, 0, bytes(16)",
     "calls of x32": "0x40000000 | 39",
-    "faults of its own": "323, 0",
-    "personality": "135, 0",
-    "write memory of the parent": "311, os.getppid(), bytes(16), 1, bytes(16), 1, 0",
-    "a secret in memory": "447, 0",
-    "watch files": "253",
     "a namespace with a thread": "56, 0x30D00, 0, 0, 0, 0",
 }
 if os.uname().machine == "x86_64":
@@ -132,19 +241,12 @@ if os.uname().machine == "x86_64":
 ENDED = {
     "loop": "while True: pass",
     "loop that ignores the signal": "signal.signal(signal.SIGXCPU, print)\nwhile True: pass",
-    "a number too long": "9 ** 9 ** 9 ** 9",
-    "close everything": "os.closerange(0, 64)",
     "exit": "os._exit(0)",
-    "abort": "os.abort()",
     "kill itself": "os.kill(os.getpid(), 9)",
-    "crash": "ctypes.string_at(0)",
     "calls of 32 bits": (
         "code = mmap.mmap(-1, 4096, prot=7)\n"
         "code.write(bytes.fromhex('b801000000cd80c3'))  # exit(0), by its number of 32 bits\n"
         "ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()"
-    ),
-    "the first thread ends, another goes on": (
-        "import _thread\n_thread.start_new_thread(time.sleep, (1,))\nlibc('syscall', 60, 0)"
     ),
     "write to every descriptor": (
         "for each in range(64):\n"
@@ -152,22 +254,7 @@ ENDED = {
         "    except OSError: pass"
     ),
 }
-MODULES = (
-    "ctypes",
-    "fcntl",
-    "mmap",
-    "multiprocessing",
-    "multiprocessing.shared_memory",
-    "os",
-    "resource",
-    "signal",
-    "socket",
-    "subprocess",
-    "sys",
-    "tempfile",
-    "threading",
-    "time",
-)
+MODULES = ("ctypes", "mmap", "os", "resource", "signal", "socket", "subprocess", "tempfile")
 LIBC = """
 def libc(name, *arguments):
     import ctypes
@@ -176,10 +263,7 @@ def libc(name, *arguments):
         raise PermissionError if error == 1 else LookupError(error)
 """
 # The exceptions of a refusal. Anything else is a mistake in the attack.
-REFUSALS = (
-    "AssertionError EOFError FileNotFoundError MemoryError OSError PermissionError RuntimeError "
-    "SystemExit ValueError gaierror"
-)
+REFUSALS = "FileNotFoundError MemoryError OSError PermissionError ValueError"
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +302,7 @@ def children():
 
 # One or two of each kind; the others are nightly.
 QUICK = {
-    *("fork", "exec of Python", "100 GB at once", "write", "mode", "read a secret"),
+    *("fork", "exec", "100 GB at once", "write", "mode", "read a secret"),
     *("TCP to this machine", "UNIX socket", "kill the parent", "namespaces", "loop", "exit"),
 }
 
@@ -279,17 +363,6 @@ def test_output_limit():
     assert big.failure == "output"
 
 
-def test_threads_are_counted():
-    source = (
-        "import threading\ndone = []\nfor i in range({}):\n"
-        "    each = threading.Thread(target=done.append, args=(i,))\n"
-        "    each.start()\n    each.join()\nprint(len(done))"
-    )
-    assert SMALL.run(source.format(8)).output == "8\n"
-    assert SMALL.run(source.format(9)).failure == "status 1"
-    assert Sandbox(threads=0).run(source.format(1)).failure == "status 1"
-
-
 def test_the_environment_is_empty(monkeypatch):
     monkeypatch.setenv("TOKEN_OF_SOMEBODY", "x")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")  # a process of Python, not of the answer
@@ -302,9 +375,14 @@ def test_sandbox_dies_with_its_parent():
     """Even if the parent is killed and cannot clean up."""
     source = (
         "from dms_jax.evaluation.sandbox import Sandbox\n"
-        "Sandbox(wall_seconds=600).run('import time; time.sleep(600)')"
+        "sandbox = Sandbox(wall_seconds=600)\n"
+        "sandbox.require()\n"  # a process of its own, which ends by itself
+        "print('ready', flush=True)\n"
+        "sandbox.run('import time; time.sleep(600)')"
     )
-    judge = subprocess.Popen([sys.executable, "-c", source])
+    judge = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    assert judge.stdout is not None
+    assert judge.stdout.readline() == b"ready\n"
     listing = Path(f"/proc/{judge.pid}/task/{judge.pid}/children")
     try:
         for _ in range(600):
@@ -316,6 +394,7 @@ def test_sandbox_dies_with_its_parent():
     finally:
         judge.kill()
         judge.wait()
+        judge.stdout.close()
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
             return
