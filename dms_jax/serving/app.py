@@ -52,7 +52,7 @@ from dms_jax.serving.rpc import EngineClient, ServedModel
 from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapshot
 
 MAX_BODY_BYTES = 2**24
-RETRY_FULL = 1  # seconds after which to retry if memory is full
+RETRY_FULL = 1  # seconds after which to retry if the queue or memory is full
 RETRY_DRAINING = 10  # seconds after which to retry at a server that restarts
 OUT_OF_MEMORY = (
     "The server ran out of device memory. This may not be caused by your request. Try again later; "
@@ -390,8 +390,10 @@ def _as_refusal(error: Exception) -> RefusalError:
             return RefusalError(
                 error, status=503, code="server_draining", retry_after=RETRY_DRAINING
             )
-        case QueueFullError(retry_after=seconds):
-            return RefusalError(error, status=429, code="rate_limit_exceeded", retry_after=seconds)
+        case QueueFullError():
+            return RefusalError(
+                error, status=429, code="rate_limit_exceeded", retry_after=RETRY_FULL
+            )
         case BusyError():
             return RefusalError(error, status=409, retry_after=RETRY_FULL)
         case ClientDisconnect():

@@ -45,7 +45,7 @@ def main() -> int:
 
         def tree() -> Tree:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            return stack.enter_context(contextlib.closing(Tree(pathlib.Path(folder))))
+            return Tree(pathlib.Path(folder))
 
         if options.unplanted:
             return without_mutants(tree(), chosen, options.timeout)

@@ -23,7 +23,6 @@ TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_precompile.py"
 TEXT = "tests/generation/test_text.py"
 STOPS = "tests/generation/test_stop_strings.py"
-CALLS = "tests/generation/test_calls.py"
 
 MUTANTS = [
     Mutant(
@@ -156,13 +155,6 @@ MUTANTS = [
         ("tests/generation/test_budgets.py::test_cut_prompt_frees_pages",),
     ),
     Mutant(
-        "generation: what an interrupt stops of a use is counted twice",
-        FOLDER + "requests.py",
-        "meter = dataclasses.replace(request.meter)",
-        "meter = request.meter",
-        (f"{CALLS}::test_interrupt_during_usage_accounting_loses_nothing",),
-    ),
-    Mutant(
         "generation: steps behind a stop string count",
         FOLDER + "requests.py",
         "np.concatenate(self.steps, axis=1)[:, : len(self.generated) - 1]",
@@ -196,13 +188,6 @@ MUTANTS = [
         "matched = self._shorter_than(matched)",
         "matched = 0",
         (f"{STOPS}::test_stop_strings_equal_a_search",),
-    ),
-    Mutant(
-        "generation: each token of a large chunk is decoded with all before it",
-        FOLDER + "text.py",
-        "self._commit(stream, tokens, end)  # so",
-        "pass  # so",
-        (f"{TEXT}::test_large_chunk_is_searched_in_short_windows",),
     ),
     Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",

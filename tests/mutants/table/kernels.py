@@ -24,7 +24,6 @@ WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_w
 SERVING = "tests/pallas_kernels/test_serving.py::test_gpu_implementations"
 
 DISPATCH = "tests/pallas_kernels/decode/test_dispatch.py"
-TRAINING_MEMORY = "tests/pallas_kernels/training/test_shared_memory.py"
 SHARED = "tests/pallas_kernels/decode/test_shared_memory.py"
 
 MUTANTS = [
@@ -110,13 +109,6 @@ MUTANTS = [
         "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
         "far_end = ceil_div(jnp.maximum(q0 - window, 0), block)",
         (f"{TILES}::test_gpu_zones_match_token_distances",),
-    ),
-    Mutant(
-        "kernels: a ring of tiles counts keys without their values",
-        "pallas_kernels/shared_memory.py",
-        'for x in scratch.values() if hasattr(x, "shape")]',
-        'for name, x in scratch.items() if hasattr(x, "shape") and name != "v_tiles"]',
-        (TRAINING_MEMORY,),
     ),
     Mutant(
         "kernels: Ampere's forward forgets to shrink what it has summed",

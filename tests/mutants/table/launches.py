@@ -4,8 +4,6 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 OVERLAP = "tests/generation/test_overlap.py"
-TURNS = "tests/generation/test_idle_device.py"
-RUN_ON = "test_last_steps_of_chunk_run_while_lanes_are_refilled"
 
 MUTANTS = [
     Mutant(
@@ -21,12 +19,5 @@ MUTANTS = [
         "return 0 if scheduler.cancelled else len(in_flight.programs)",
         "return 0",
         (f"{OVERLAP}::test_chunk_is_launched_before_last_is_collected",),
-    ),
-    Mutant(
-        "generation: the device is idle while lanes are given away",
-        FOLDER + "engine.py",
-        "            return 1\n",
-        "            return 0\n",
-        (TURNS, f"{OVERLAP}::{RUN_ON}"),
     ),
 ]

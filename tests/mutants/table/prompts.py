@@ -4,7 +4,6 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 PROMPTS = "tests/generation/test_prompt_programs.py"
-SHAPES = "tests/generation/test_shapes.py"
 UNPADDED = "tests/model/test_unpadded.py"
 
 MUTANTS = [
@@ -21,20 +20,6 @@ MUTANTS = [
         "last=jnp.clip(ends - 1, 0, places - 1)",
         "last=jnp.clip(starts + width - 1, 0, places - 1)",
         (f"{UNPADDED}::test_packing_keeps_positions_and_logits",),
-    ),
-    Mutant(
-        "generation: tokens are computed by sequence where they stand in line",
-        FOLDER + "programs.py",
-        "line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)",
-        "line = None",
-        (f"{PROMPTS}::test_products_have_one_row_per_place",),
-    ),
-    Mutant(
-        "generation: a program takes prompts for which it has no places",
-        FOLDER + "prefill.py",
-        "room -= count",
-        "room -= 0",
-        (f"{SHAPES}::test_all_prompts_run_in_few_shapes",),
     ),
     Mutant(
         "generation: prompts have no padding on meshes that split heads alone",

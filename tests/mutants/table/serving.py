@@ -46,13 +46,6 @@ MUTANTS = [
         (f"{ARRIVALS}::test_requests_join_running_call",),
     ),
     Mutant(
-        "serving: what every lane asks is looked at before each program",
-        "dms_jax/generation/sampling.py",
-        "if each is not before.get(lane)",
-        "if True",
-        ("tests/generation/test_cost.py::test_sampling_filter_is_built_once",),
-    ),
-    Mutant(
         "serving: a client that leaves a stream has its answer written to the end",
         FOLDER + "app.py",
         "        waiting.cancel()\n        cancel()\n",
