@@ -40,21 +40,20 @@ class Tree:
         """
         try:
             with self._planted(mutant):
-                return self.run(mutant.tests, timeout, night=mutant.night)
+                return self.run(mutant.tests, timeout)
         except (OSError, ValueError) as error:
             return "could not plant", str(error)
 
     def run(
-        self, tests: Sequence[str], timeout: float, night: bool, options: Sequence[str] = ("-x",)
+        self, tests: Sequence[str], timeout: float, options: Sequence[str] = ("-x",)
     ) -> tuple[str, str]:
-        """Runs tests of the gate, or also nightly ones."""
-        chosen = "not release" if night else "not nightly and not release"
+        """Runs tests of the gate."""
         command = [sys.executable, "-B", "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
         # Compiled programs are shared with the checkout; bytecode, which compares seconds, is not.
         own = {"PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
         try:
             done = subprocess.run(
-                [*command, "-m", chosen, *options, *tests],
+                [*command, "-m", "not nightly and not release", *options, *tests],
                 cwd=self.root,
                 env=os.environ | own,
                 stdout=subprocess.PIPE,
