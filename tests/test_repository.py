@@ -33,7 +33,6 @@ from tests.support.tree import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HEAVY_PACKAGES = {"orbax", "grain", "matplotlib", "transformers", "torch"}
 LARGEST_WHEEL = 3_000_000  # bytes
-MOST_MUTANTS_OF_THE_NIGHT = 20
 
 # From the bottom up. A module may import modules of earlier lines, its own package, and
 # `pallas_kernels`; modules on one line may not import each other.
@@ -234,7 +233,6 @@ def test_wheel_has_both_packages_without_fetched_assets(tmp_path):
 def test_every_mutant_applies_and_names_tests():
     """Change the table together with the code, and delete obsolete mutants."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) > 40
-    assert sum(mutant.night for mutant in MUTANTS) <= MOST_MUTANTS_OF_THE_NIGHT
     wrong = []
     for mutant in MUTANTS:
         try:
@@ -263,7 +261,7 @@ def test_gate_has_a_test_for_every_mutant(pytestconfig):
     lost = [
         f"{mutant.name}: the gate has none of {mutant.tests}"
         for mutant in MUTANTS
-        if not mutant.night and not present & set(mutant.tests)
+        if not present & set(mutant.tests)
     ]
     assert not lost, "\n".join(lost)
 

@@ -5,10 +5,10 @@ The processes and threads of a server, and the way of a request (1 to 9):
     HTTP process (http_process.py)                  engine process (the command)
     ------------------------------                  ----------------------------
     event loop                                      main thread (server.py)
-      uvicorn: connections, timeouts                  starts, monitors and stops HTTP; signals
-      app.py: endpoints, metrics                    monitor thread (server.py)
-        access.py      1 allowed?                     HTTP ended before the model was loaded?
-        parsing.py     2 body -> prompts            receive thread (rpc.EngineServer)
+      uvicorn: connections                            starts and stops HTTP; signals
+      app.py: endpoints, metrics
+        access.py      1 allowed?
+        apis.py        2 body -> prompts            receive thread (rpc.EngineServer)
         EngineClient   3 Submit      -- socket -->    4 Service.submit: checks, queues
                                                     engine thread (service.Service)
                                                       5 _poll: from the queue to Engine.serve
@@ -16,17 +16,12 @@ The processes and threads of a server, and the way of a request (1 to 9):
                                                     send thread (rpc.EngineServer)
         EngineClient   8 listener  <-- socket --      7 Deltas: those of a chunk, one message
         a Formatter    9 JSON, events
-    thread pool: parses small bodies
-       |
-       | socket
-    two parsing workers (parsing.py): large bodies
+    thread pool: parses bodies
 
 HTTP runs in its own process because one thread at a time holds Python's lock, and writing the
 events of hundreds of streams takes as long as the steps of a small model. 256 clients of a model of
 half a billion parameters on an H100 received 21,000 to 22,000 tokens a second from one process, and
-46,000 to 49,000 from two. The parsing workers are there for the same reason: a body of 16 MB takes
-ten seconds to tokenize. One starts with the first body of more than 32 kB, the other with the first
-of more than 1 MB.
+46,000 to 49,000 from two.
 
 Only the engine's thread touches the engine. It polls the queue of the service between two chunks of
 steps, and notifies listeners while the next programs run. A listener only appends to a list and the
@@ -40,10 +35,9 @@ one swaps it in.
     service.py         Service: submit, cancel, drain; knows nothing of HTTP
     rpc.py             the messages between the processes, EngineServer and EngineClient
     server.py          Server: the HTTP process, seen from the main thread; signals
-    http_process.py    uvicorn, with limits on connections
+    http_process.py    uvicorn
     app.py             the endpoints, the response to each error, metrics
     access.py          API keys, hosts, web pages
-    parsing.py         parses bodies, in a thread or in a worker
 
 Each API is one file that translates requests and responses. Shared code lies beside it:
 

@@ -13,7 +13,7 @@ from dms_jax.serving import (
 )
 from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.refusals import RefusalError
-from dms_jax.serving.requests import Asked, GenerationRequest
+from dms_jax.serving.requests import Asked, GenerationRequest, prepare
 from dms_jax.serving.rpc import ServedModel
 
 
@@ -47,3 +47,18 @@ APIS: dict[str, Api] = {
     "/tokenize": Api(answer=tokens_api.tokenize),
     "/detokenize": Api(answer=tokens_api.detokenize),
 }
+
+
+def parse_body(
+    data: bytes, path: str, served: ServedModel, seed: int
+) -> GenerationRequest | dict[str, Any]:
+    """Parses the body of an endpoint, or answers one that needs no model.
+
+    Raises:
+      DmsJaxError: see `requests.prepare`.
+    """
+    api = APIS[path]
+    if api.answer is not None:
+        return api.answer(data, served)
+    assert api.read is not None
+    return prepare(api.read(data, served), served, seed)

@@ -14,11 +14,12 @@ import functools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -43,18 +44,15 @@ from dms_jax.errors import (
 from dms_jax.generation import Completion
 from dms_jax.generation.requests import FinishReason
 from dms_jax.serving.access import Access
-from dms_jax.serving.apis import APIS
+from dms_jax.serving.apis import APIS, parse_body
 from dms_jax.serving.fields import check_field, parse_object
 from dms_jax.serving.formatting import Formatter
-from dms_jax.serving.parsing import SMALL_BODY, Parser, RequestBody
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
 from dms_jax.serving.rpc import EngineClient, ServedModel
 from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapshot
 
 MAX_BODY_BYTES = 2**24
-MAX_BODIES_BYTES = 2**28  # of all unparsed bodies together
-BODY_TIMEOUT = 60.0  # seconds to receive a body
-RETRY_FULL = 1  # seconds after which to retry if the limit on bodies, or memory, is reached
+RETRY_FULL = 1  # seconds after which to retry if the queue or memory is full
 RETRY_DRAINING = 10  # seconds after which to retry at a server that restarts
 OUT_OF_MEMORY = (
     "The server ran out of device memory. This may not be caused by your request. Try again later; "
@@ -67,19 +65,19 @@ _CLIENT_CLOSED = 499  # the client has disconnected; only for the metrics
 _FAILED = "failed"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _MOST_NAMES = 256  # of unknown fields to log
+_PARSING = 4  # bodies at a time: threads compete with the event loop for Python's lock
 
 _logger = logging.getLogger("dms_jax")
 
 
-def make_app(engine: EngineClient, served: ServedModel, parser: Parser) -> Starlette:
+def make_app(engine: EngineClient, served: ServedModel) -> Starlette:
     """Returns the ASGI application.
 
     Args:
       engine: connected to the engine's process.
       served: the model that is served.
-      parser: of request bodies.
     """
-    api = _Api(engine, served, parser)
+    api = _Api(engine, served)
     routes = [
         *(Route(path, api.answer, methods=["POST"]) for path in APIS),
         Route("/v1/models", api.get_models),
@@ -123,11 +121,12 @@ class _AccessControl:
 
 
 class _Api:
-    """The endpoints of the server, over an engine and a parser of bodies."""
+    """The endpoints of the server, over an engine."""
 
-    def __init__(self, engine: EngineClient, served: ServedModel, parser: Parser):
-        self._engine, self._served, self._parser = engine, served, parser
-        self._seeds, self._bodies_bytes = random.Random(served.seed), 0
+    def __init__(self, engine: EngineClient, served: ServedModel):
+        self._engine, self._served = engine, served
+        self._seeds = random.Random(served.seed)
+        self._parsing = asyncio.Semaphore(_PARSING)
         self._metrics = Metrics()
         self._created = int(time.time())
         self._unknown: set[str] = set()  # names of unknown fields already logged
@@ -143,10 +142,13 @@ class _Api:
 
     async def _answer(self, request: Request) -> Response:
         start, served = time.monotonic(), self._served
-        with self._body_counter() as count:
-            data = await _receive_body(request, count)
-            body = RequestBody(data, request.url.path, self._seeds.getrandbits(32))
-            parsed = await self._parser.parse(body, request.is_disconnected)
+        data = await _receive_body(request)
+        async with self._parsing:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            parsed = await run_in_threadpool(
+                parse_body, data, request.url.path, served, self._seeds.getrandbits(32)
+            )
         if isinstance(parsed, dict):
             return JSONResponse(parsed)
         self._log_unknown(parsed.unknown)
@@ -187,8 +189,7 @@ class _Api:
     async def load_adapter(self, request: Request) -> Response:
         """Replaces an adapter by one in a directory on the server's machine."""
         try:
-            with self._body_counter() as count:
-                fields = parse_object(await _receive_body(request, count))
+            fields = parse_object(await _receive_body(request))
             name, path = (check_field(each, fields.get(each), str) for each in _LOAD_FIELDS)
             if self._served.models.get(name) is None:
                 adapters = [each for each, own in self._served.models.items() if own is not None]
@@ -243,27 +244,6 @@ class _Api:
             "max_model_len": self._served.max_tokens,
             "policy": self._served.policy,
         }
-
-    @contextlib.contextmanager
-    def _body_counter(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body until it is parsed; limits those of all bodies together."""
-        own = 0
-
-        def count(size: int) -> None:
-            nonlocal own
-            own += size
-            self._bodies_bytes += size
-            if own > SMALL_BODY and self._bodies_bytes > MAX_BODIES_BYTES:
-                raise RefusalError(
-                    "Too many large requests are being sent at once. Try again later.",
-                    status=503,
-                    retry_after=RETRY_FULL,
-                )
-
-        try:
-            yield count
-        finally:
-            self._bodies_bytes -= own
 
 
 class _DeltaQueue:
@@ -321,27 +301,19 @@ def _check_content_type(kind: str | None) -> None:
         )
 
 
-async def _receive_body(request: Request, count: Callable[[int], None]) -> bytes:
-    """Returns the body; `count` is called with the size of each part, and may refuse it."""
+async def _receive_body(request: Request) -> bytes:
+    """Returns the body, unless it is too large."""
     _check_content_type(request.headers.get("content-type"))
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                count(len(part))
-                if size > MAX_BODY_BYTES:
-                    raise RefusalError(
-                        f"The body has more than {MAX_BODY_BYTES:,} bytes, the most of a request "
-                        "here. Send its prompts in several requests.",
-                        status=413,
-                    )
-    except TimeoutError:
-        raise RefusalError(
-            f"The body was not complete after {BODY_TIMEOUT:g} seconds.", status=408
-        ) from None
-    return b"".join(parts)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusalError(
+                f"The body has more than {MAX_BODY_BYTES:,} bytes, the most of a request "
+                "here. Send its prompts in several requests.",
+                status=413,
+            )
+    return bytes(body)
 
 
 async def _whole_response(deltas: _DeltaQueue, formatter: Formatter) -> Response:
@@ -418,8 +390,10 @@ def _as_refusal(error: Exception) -> RefusalError:
             return RefusalError(
                 error, status=503, code="server_draining", retry_after=RETRY_DRAINING
             )
-        case QueueFullError(retry_after=seconds):
-            return RefusalError(error, status=429, code="rate_limit_exceeded", retry_after=seconds)
+        case QueueFullError():
+            return RefusalError(
+                error, status=429, code="rate_limit_exceeded", retry_after=RETRY_FULL
+            )
         case BusyError():
             return RefusalError(error, status=409, retry_after=RETRY_FULL)
         case ClientDisconnect():

@@ -12,7 +12,6 @@ by the coroutines of one event loop.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -207,8 +206,8 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-def start_process(module: str, *sockets: socket.socket) -> subprocess.Popen[bytes]:
-    """Runs `main` of a module of this package in a new process, which inherits the sockets.
+def start_http(*sockets: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts the HTTP process, which inherits the sockets.
 
     Its command line has their file descriptors. It has this process's import path and no device.
     Ctrl-C does not reach it.
@@ -218,7 +217,7 @@ def start_process(module: str, *sockets: socket.socket) -> subprocess.Popen[byte
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     descriptors = [each.fileno() for each in sockets]
-    run = f"from dms_jax.serving.{module} import main; main()"
+    run = "from dms_jax.serving.http_process import main; main()"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", run, *map(str, descriptors)],
         pass_fds=descriptors,
@@ -273,9 +272,6 @@ class EngineServer:
                     self._handle(message)
         except OSError:  # the client has disconnected
             pass
-        except BaseException:  # else a client would wait forever
-            _logger.exception("A message from HTTP cannot be read.")
-            self._disconnect()
         self._outbox.put(None)
         self._on_disconnect()
 
@@ -328,13 +324,6 @@ class EngineServer:
                 self._connection.sendall(pack(message))
         except OSError:  # the client has disconnected, which `_receive` notices
             pass
-        except BaseException:  # e.g. it cannot be pickled; else the client would wait forever
-            _logger.exception("A message to HTTP cannot be sent.")
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        with contextlib.suppress(OSError):  # the client has disconnected already
-            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 def _logged(error: Exception) -> Exception:
@@ -452,8 +441,6 @@ class EngineClient:
                 self._handle(await receive_async(reader))
         except (EOFError, OSError):
             pass
-        except Exception:  # log it, then fail every caller below instead of leaving it waiting
-            _logger.exception("A message from the engine cannot be read.")
         self._disconnected = True
         for reply in self._replies.values():
             if not reply.done():

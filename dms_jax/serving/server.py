@@ -12,75 +12,40 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from dms_jax.errors import ConfigError, EngineFailedError, OtherProcessError, plain
-from dms_jax.serving.rpc import EngineServer, ServedModel, start_process
+from dms_jax.serving.rpc import EngineServer, ServedModel, start_http
 from dms_jax.serving.service import Service
 
 BACKLOG = 2048  # the most connections that wait to be accepted
 _EXIT_TIMEOUT = 10.0  # seconds for clients to read the end of their answers
-_REPEAT_SECONDS = 1.0  # between two signals to the main thread
 _SWITCH_SECONDS = 0.5e-3
 
 
 class Server:
     """A context of the main thread in which a process answers HTTP; requests wait for `serve`.
 
-    On exit the process is killed unless it has ended. If it ends before `serve` is called,
-    OtherProcessError interrupts the main thread, which may take minutes to load a model and compile
-    its programs.
+    On exit the process is killed unless it has ended.
 
     Args:
       listening: the listening socket of its address.
     """
 
     def __init__(self, listening: socket.socket):
-        self._listening, self._interrupted, self._monitoring = listening, False, False
+        self._listening = listening
 
     def __enter__(self) -> "Server":
         self._connection, other = socket.socketpair()
         with other:
-            self._process = start_process("http_process", self._listening, other)
-        self._handler = signal.getsignal(signal.SIGINT)
-        if callable(self._handler):  # SIGINT is not ignored
-            signal.signal(signal.SIGINT, self._on_interrupt)
-        # Nothing else uses this signal, and it is ignored by default.
-        self._urgent_handler = signal.signal(signal.SIGURG, self._on_exit)
-        self._monitoring = True
-        threading.Thread(target=self._monitor, name="dms_jax monitor", daemon=True).start()
+            self._process = start_http(self._listening, other)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._monitoring = False
-        signal.signal(signal.SIGURG, self._urgent_handler)
-        if callable(self._handler):
-            signal.signal(signal.SIGINT, self._handler)
         self._process.kill()
         self._process.wait()
         self._connection.close()
-
-    def _on_interrupt(self, number: int, frame: Any) -> None:
-        # Python drops exceptions raised in a callback of the garbage collector. jax has one, which
-        # often runs during tracing, so `serve` raises it again.
-        self._interrupted = True
-        if callable(self._handler):
-            self._handler(number, frame)
-
-    def _monitor(self) -> None:
-        """Waits for the process to end, then signals the main thread until it stops monitoring."""
-        self._process.wait()
-        main = threading.main_thread().ident
-        while self._monitoring and main is not None:
-            signal.pthread_kill(main, signal.SIGURG)
-            time.sleep(_REPEAT_SECONDS)  # the exception may be dropped, as for Ctrl-C
-
-    def _on_exit(self, number: int, frame: Any) -> None:
-        if self._monitoring:
-            raise self._exit_error()
 
     def _exit_error(self) -> OtherProcessError:
         status = self._process.returncode
@@ -102,14 +67,10 @@ class Server:
           Whether all of them ended by themselves.
 
         Raises:
-          KeyboardInterrupt: Ctrl-C ended it: the first in order, a second at once; or an earlier
-            one was dropped by Python.
+          KeyboardInterrupt: Ctrl-C ended it: the first in order, a second at once.
           OtherProcessError: the process that answers HTTP has ended by itself.
           EngineFailedError: the engine failed; its clients were notified.
         """
-        if self._interrupted:
-            raise KeyboardInterrupt
-        self._monitoring = False  # from now on the receiving thread notices the process's end
         events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None for a failure
         with _queue_signals(events), _short_switches():
             service.on_failure = lambda: events.put(None)

@@ -10,7 +10,6 @@ import concurrent.futures
 import dataclasses
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,9 +41,6 @@ from dms_jax.model.adapters import AdapterWeights
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
-MOST_RETRY_SECONDS = 60  # OpenAI's client waits no longer
-_ENDS = 64  # number of last answers over which the rate is measured
-
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
 _ENDING = "The server is about to end and takes no more requests."
 _FAILED = "The server's engine has failed, and the server ends. Its log says more."
@@ -57,54 +53,7 @@ class DrainingError(BusyError):
 
 
 class QueueFullError(BusyError):
-    """The most requests run or wait already.
-
-    Args:
-      message: says so.
-      retry_after: seconds after which there is likely to be room; see `Turnover`.
-    """
-
-    def __init__(self, message: object, retry_after: int = 1):
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-@dataclasses.dataclass
-class Turnover:
-    """The rate at which requests end, and from it the time after which to retry.
-
-    The rate is that of the last ends since work began, counting one more end now, so that there is
-    a rate before the first end and it falls while answers hang. Clients refused one after the other
-    get increasing times; otherwise all of them would return for the same place.
-
-    Attributes:
-      clock: returns seconds since an arbitrary time.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self):
-        self._ends = collections.deque[float](maxlen=_ENDS)
-        self._start = self._promised = self.clock()
-
-    def start(self) -> None:
-        """Starts over when work comes after an idle time."""
-        self._ends.clear()
-        self._start = self._promised = self.clock()
-
-    def count_end(self) -> None:
-        """Counts a request that has ended."""
-        if len(self._ends) == _ENDS:
-            self._start = self._ends[0]
-        self._ends.append(self.clock())
-
-    def retry_after(self, places: int) -> int:
-        """Returns the seconds, from 1 to 60, until `places` requests have probably ended."""
-        now = self.clock()
-        seconds = places * (now - self._start) / (len(self._ends) + 1)
-        promised = max(self._promised, now) + seconds
-        self._promised = min(promised, now + MOST_RETRY_SECONDS)
-        return max(1, math.ceil(self._promised - now))
+    """The most requests run or wait already."""
 
 
 class Delta(NamedTuple):
@@ -251,7 +200,6 @@ class Service:
         self._changed = threading.Condition()
         self._indices = itertools.count()
         self._after_chunk: set[Callable[[], None]] = set()
-        self._turnover = Turnover()
         self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
         self.failure: BaseException | None = None
@@ -316,14 +264,10 @@ class Service:
                 raise DrainingError(_FAILED)
             if self.draining:
                 raise DrainingError(_ENDING)
-            if not self._jobs:
-                self._turnover.start()
-            if (beyond := len(self._jobs) + len(requests) - self.max_requests) > 0:
-                seconds = self._turnover.retry_after(beyond)
+            if len(self._jobs) + len(requests) > self.max_requests:
                 raise QueueFullError(
                     f"{len(self._jobs)} requests run or wait already, of at most "
-                    f"{self.max_requests}. Try again in {seconds} s.",
-                    seconds,
+                    f"{self.max_requests}. Try again later."
                 )
             for choice, request in enumerate(requests):
                 request.index = next(self._indices)
@@ -546,7 +490,6 @@ class Service:
         )
         if update.finished:
             del self._jobs[update.index]
-            self._turnover.count_end()
         self._after_chunk.add(job.after_chunk)
         notify(job.listener, delta)
 
@@ -592,7 +535,6 @@ class Service:
                 f"at token {tokens:,} of these. {_SHORTEN}"
             )
         job = self._jobs.pop(request.index)
-        self._turnover.count_end()
         notify(job.listener, error)
         notify(job.after_chunk)
 

@@ -24,7 +24,6 @@ from tests.support.fake_programs import ENDS
 pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK, WIDTH = SHAPE["chunk"], SHAPE["prefill_chunk"]
 BY_CHUNK = dict(prefill_tokens=WIDTH)  # one prefill program between two chunks of steps
-ONE = dataclasses.replace(GREEDY, max_new_tokens=1)
 SETTINGS = [
     GREEDY,
     dms_jax.Sampling(temperature=0.9, top_k=4, max_new_tokens=15, seed=3, logprobs=True),
@@ -147,28 +146,6 @@ def test_usage_of_cancelled_prefill(listens, copies):
     assert usage.prefilled_tokens == usage.peak_tokens == usage.live_tokens > 0
     assert [each.usage.prefilled_tokens for each in copied] == [0] * len(copied)
     check([first])
-
-
-def joined_while_it_decodes(engine, given, samplings, *, after=1, listens=True):
-    """Serves the first prompt, and the others once it has `after` tokens.
-
-    Returns the requests, the notifications, and at each poll the tokens of the first answer and the
-    prefilled tokens of the others.
-    """
-    first, *others = requests_of(given, samplings)
-    coming, looks, told = [[first], others], [], []
-
-    def incoming(wait):
-        lanes = [lane for lane, each in engine._call.scheduler.running.items() if each is not first]
-        looks.append((len(first.generated), int(engine.runner.seen[lanes].sum())))
-        if len(coming) == 2 or (coming and len(first.generated) > after):
-            return coming.pop(0)
-        return [] if coming else None
-
-    engine.serve(Source([], GREEDY, on_tokens=told.append if listens else None, incoming=incoming))
-    ended = list(range(len(given))) if listens else []
-    assert sorted(each.index for each in told if each.finished) == ended
-    return [first, *others], told, looks
 
 
 def test_prefill_continues_in_turn_of_preemption(monkeypatch):

@@ -1,8 +1,6 @@
 """Interrupted calls keep finished results, and overlapping calls are refused without harm."""
 
 import dataclasses
-import itertools
-import sys
 import threading
 import types
 
@@ -10,19 +8,15 @@ import chex
 import pytest
 
 import dms_jax
-from dms_jax.cache.accounting import Meter
 from dms_jax.errors import BusyError, CapacityError
 from dms_jax.evaluation import Serving, evaluate
 from dms_jax.generation import Generation
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.text import TextTracker
-from dms_jax.interrupts import keep_finished
 from tests.evaluation.test_evaluating import Continue
 from tests.generation.support import (
     GREEDY,
-    SHAPE,
     answer,
     host_engine,
     model_for,
@@ -102,66 +96,6 @@ def test_raising_callback_loses_nothing_of_its_chunk():
     check([caught.value.finished[index] for index in range(2)], given)
 
 
-@pytest.mark.parametrize("nth", [0, 1])
-def test_interrupt_during_decoding_truncates_no_text(nth, monkeypatch):
-    """Two answers end in one chunk; the interrupt precedes the text of the first or second."""
-    given, update, ends = prompts((5, 13)), TextTracker.update, itertools.count()
-
-    def interrupted(self, request):
-        if not request.remaining and next(ends) == nth:
-            raise KeyboardInterrupt
-        return update(self, request)
-
-    monkeypatch.setattr(TextTracker, "update", interrupted)
-    told = ["", ""]
-
-    def tell(news):
-        told[news.index] += news.text
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        host_engine().generate(given, sampling=SHORT, on_tokens=tell)
-    check([caught.value.finished[index] for index in range(2)], given)
-    assert told == [answer(prompt, SHORT).text for prompt in given]
-
-
-def test_second_interrupt_carries_finished_completions(monkeypatch):
-    given, engine = prompts((5, 13, 9)), host_engine()
-    check(engine.generate(given, sampling=SHORT), given)  # from here on there is a cache
-
-    def interrupt(update):
-        if update.index == 2:
-            raise KeyboardInterrupt("the first")
-
-    def again(self):
-        raise KeyboardInterrupt("the second")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "release", again)
-        with pytest.raises(KeyboardInterrupt, match="the second") as caught:
-            engine.generate(given, sampling=SHORT, on_tokens=interrupt)
-    check([caught.value.finished[index] for index in range(2)], given[:2])
-    check(engine.generate(given, sampling=SHORT), given)
-
-
-@pytest.mark.parametrize("place", ["add", "finish", "usage"])
-def test_interrupt_during_usage_accounting_loses_nothing(place, monkeypatch):
-    """It comes before, during and after the change of the figures."""
-    given, engine, real, left = prompts((5, 13)), host_engine(), getattr(Meter, place), ["first"]
-
-    def interrupted(meter, *arguments, **options):
-        result = real(meter, *arguments, **options)
-        if left and sys._getframe(1).f_code.co_name == "record_usage":
-            raise KeyboardInterrupt(left.pop())
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Meter, place, interrupted)
-        with pytest.raises(KeyboardInterrupt, match="first") as caught:
-            engine.generate(given, sampling=SHORT)
-    check([caught.value.finished[index] for index in range(2)], given)
-    check(engine.generate(given, sampling=SHORT), given)
-
-
 def test_capacity_error_carries_finished_completions():
     """The policy might evict, so it is not known in advance that the last request does not fit."""
     given, engine = [*prompts((5, 9, 13)), prompts((55,))[0]], host_engine("might evict", 1)
@@ -172,18 +106,6 @@ def test_capacity_error_carries_finished_completions():
         check(done, given[:3], name="might evict")
         assert Generation(done).usage.new_tokens == 27
         assert engine.generate(given[:3], sampling=SHORT) == done
-
-
-def test_error_without_attributes_passes_unchanged():
-    class Closed(Exception):
-        def __setattr__(self, name, value):
-            if name == "finished":
-                raise AttributeError(name)
-            super().__setattr__(name, value)
-
-    with pytest.raises(Closed), keep_finished(lambda: {0: "done"}):
-        raise Closed
-    assert CapacityError("nothing ran").finished == {}
 
 
 @pytest.mark.nightly
@@ -378,26 +300,6 @@ def test_reentrant_call_is_refused():
     with pytest.raises(BusyError):
         engine.generate(given, sampling=GREEDY, on_tokens=let_through)
     check(engine.generate(given, sampling=GREEDY), given, GREEDY)
-
-
-def test_reentrant_turn_is_refused():
-    turns = prompts((9, 4))
-    shape = {name: each for name, each in SHAPE.items() if name != "num_lanes"}
-
-    def conversation():
-        return dms_jax.Conversation(host_engine().model, max_tokens=64, **shape)
-
-    undisturbed, disturbed = conversation(), conversation()
-    expected = [undisturbed.say(turn, sampling=SHORT) for turn in turns]
-
-    def say_again(update):
-        with pytest.raises(BusyError, match="The conversation is busy"):
-            disturbed.say([5, 6], sampling=SHORT)
-
-    for turn in turns:
-        disturbed.say(turn, sampling=SHORT, on_tokens=say_again)
-    assert disturbed.turns == expected
-    answer(turns[0], SHORT).check(expected[0])
 
 
 def test_concurrent_calls_are_refused_or_answered():

@@ -10,7 +10,6 @@ from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
-from dms_jax.generation.reservation import Reservation
 from tests.generation.support import (
     GREEDY,
     MECHANISMS,
@@ -349,19 +348,6 @@ def test_questions_that_do_not_fit_together_wait():
 
 
 @on_fakes
-def test_interrupted_question_leaves_conversation_unchanged():
-    def interrupt(update):
-        raise KeyboardInterrupt
-
-    conversation, (context, question) = begun("evicts", **BRANCHES), prompts([17, 4])
-    conversation.read(context)
-    with pytest.raises(KeyboardInterrupt):
-        conversation.ask([question], sampling=SHORT, on_tokens=interrupt)
-    (found,) = conversation.ask([question], sampling=SHORT)
-    assert found.tokens == answer(context + question, SHORT, "evicts").tokens
-
-
-@on_fakes
 def test_invalid_questions_and_contexts_are_refused(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     with pytest.raises(ConfigError, match="branches="):
@@ -375,24 +361,6 @@ def test_invalid_questions_and_contexts_are_refused(chatting):
     conversation.read("A cat")
     with pytest.raises(DataError, match="began with plain text"):
         conversation.say(user("sat"), sampling=SHORT)
-
-
-@on_fakes
-def test_interrupt_during_read_loses_nothing(monkeypatch):
-    """`read` waits for its prefill: errors do not appear in the next turn."""
-    context, question = prompts([7, 6])
-
-    def refuse(runner, *_):
-        raise KeyboardInterrupt
-
-    conversation = begun("evicts", **SHAPE)
-    with monkeypatch.context() as patch:
-        patch.setattr(Reservation, "_set_lengths", refuse)
-        with pytest.raises(KeyboardInterrupt):
-            conversation.read(context)
-    conversation.read(context)
-    found = conversation.say(question, sampling=SHORT)
-    assert found.tokens == answer(context + question, SHORT, "evicts").tokens
 
 
 def test_context_may_fill_pool():

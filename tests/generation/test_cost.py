@@ -1,7 +1,5 @@
 """The overhead of a call: compilations and host work."""
 
-import collections
-import dataclasses
 import time
 
 import chex
@@ -10,21 +8,12 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.cache import PageAllocator
-from dms_jax.generation import requests as given_requests
 from dms_jax.generation.engine import Source
-from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import request_keys
 from dms_jax.generation.requests import make_requests
-from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
-from dms_jax.generation.text import TextTracker
 from tests.generation.support import (
-    GREEDY,
-    host_engine,
     model_for,
     prompts,
-    requests_of,
-    serve_arrivals,
 )
 from tests.support.compilations import Compilations
 
@@ -72,18 +61,6 @@ def test_another_temperature_compiles_nothing():
     assert compilations.of(call(temperature=0.6, top_p=0.3, seed=3)) == 0
     assert compilations.of(call(temperature=1, top_p=0.8)) == 0
     assert compilations.of(call(temperature=1, top_p=0.8, min_p=0.1)) > 0
-
-
-@fakes
-def test_growing_sequences_compile_few_programs():
-    """From 1 to 16 pages per row: one program for each power of two from four on."""
-    compilations = Compilations()
-    model = model_for("vanilla", ends=False)
-    sampling = dms_jax.Sampling(temperature=0, max_new_tokens=500)
-    call = lambda: dms_jax.generate(  # noqa: E731
-        model, prompts([5]), sampling=sampling, chunk=50, page_size=32
-    )
-    assert compilations.of(call) <= 5 + 3
 
 
 @fakes
@@ -146,71 +123,6 @@ def test_mixed_traffic_compiles_few_programs():
     assert compilations.of(lambda: [traffic(*each) for each in ((23, 120), (2, 30), (9, 5))]) <= 1
 
 
-@fakes
-def test_sampling_filter_is_built_once(monkeypatch):
-    """With 256 lanes it took half a millisecond per program, during which the device waited."""
-    made, own = collections.Counter(), dms_jax.Sampling.filter.func
-
-    def counted(self):
-        made[self.seed] += 1
-        return own(self)
-
-    monkeypatch.setattr(dms_jax.Sampling, "filter", property(counted))
-    samplings = [dataclasses.replace(GREEDY, seed=100 + each) for each in range(3)]
-    requests = requests_of(prompts((5, 30, 1)), samplings)
-    serve_arrivals(host_engine(), [requests[:1], [], requests[1:]])
-    assert [made[each.seed] for each in samplings] == [1, 1, 1]
-
-
-def test_chains_are_encoded_once(monkeypatch):
-    """Sixteen chains wait only for lanes."""
-    encoded = []
-    monkeypatch.setattr(
-        given_requests, "check_tokens", lambda tokens, config: encoded.append(len(tokens))
-    )
-    model = model_for("vanilla", ends=False)
-    one, two = prompts([11, 14])
-    tokens = given_requests.encode_prompts(model, [one, one, two, one, list(one)])
-    assert encoded == [11, 14, 11]
-    assert tokens == [one, one, two, one, one]
-    requests = make_requests(model.config, tokens, dms_jax.Sampling())
-    assert [request.copy for request in requests] == [0, 1, 0, 2, 3]
-
-
-def test_chunk_does_not_scan_queue():
-    """Thousands may wait, and the device is idle while a chunk is finished."""
-    looked: list[object] = []
-
-    class Queue(collections.deque):
-        def __iter__(self):
-            for each in super().__iter__():
-                looked.append(each)
-                yield each
-
-        def popleft(self):
-            looked.append(super().popleft())
-            return looked[-1]
-
-    runner, tracker = host_engine().runner, TextTracker(None, ())
-    requests = make_requests(model_for("vanilla").config, [[1, 2]] * 1000, dms_jax.Sampling())
-    queue = PrefillQueue(runner.prompt_shapes(8, 64), takes_turns=False)
-    scheduler = Scheduler(Admission(runner, 8, 8, ()), queue, Notifier(tracker), [], keep=False)
-    scheduler.waiting, scheduler.cancelled = Queue(requests), {7}
-    scheduler.finish()  # the cancellation itself scans
-    assert requests[7].finish_reason == "cancelled"
-    assert list(scheduler.waiting) == requests[:7] + requests[8:]
-    looked.clear()
-    scheduler.finish()
-    assert len(looked) < 20  # type checks of the tests look at some
-
-
-def test_array_rows_are_distinct_prompts():
-    """Each access makes a new object, perhaps at the same address."""
-    rows = np.arange(1, 41).reshape(10, 4)
-    found = given_requests.encode_prompts(model_for("vanilla", ends=False), rows)
-    assert found == rows.tolist()
-
-
 def test_keys_depend_on_seed_and_copy_alone():
     seeds = np.array([[2**32 - 1, 0], [2**32 - 1, 2], [0, 0], [7, 1], [7, 1]], np.uint32)
     keys = jax.random.key_data(jax.jit(request_keys)(seeds))
@@ -218,20 +130,6 @@ def test_keys_depend_on_seed_and_copy_alone():
         alone = jax.random.fold_in(jax.random.key(seed), copy)
         chex.assert_trees_all_equal(key, jax.random.key_data(alone))
     assert len({tuple(key) for key in keys.tolist()}) == 4
-
-
-@pytest.fixture(scope="module")
-def large() -> PageAllocator:
-    """256 lanes, 32 layers, 8 heads, about 64 pages per row."""
-    allocator = PageAllocator(
-        num_layers=32,
-        num_sequences=256,
-        num_kv_heads=8,
-        pages_per_shard=32 * 256 * 8 * 70,
-        page_size=64,
-    )
-    allocator.reserve(lengths())
-    return allocator
 
 
 def lengths() -> np.ndarray:
@@ -245,29 +143,3 @@ def best_of(call, count: int = 5) -> float:
         call()
         seconds.append(time.perf_counter() - before)
     return min(seconds)
-
-
-def test_page_allocation_is_fast(large):
-    """The bookkeeping of a chunk, with generous bounds because the machine may be busy."""
-    slots = lengths()
-
-    def chunk():
-        large.fits(slots + 32)
-        large.reserve(slots + 32)
-        large.trim(slots)
-
-    assert best_of(chunk) < 0.1
-    assert best_of(lambda: large.trim(slots)) < 0.02
-
-
-def test_token_ids_are_checked_fast():
-    """For 16 chains of 2,048 tokens, a fraction of the prefill of one."""
-    prompt = list(range(2048))
-
-    def seconds() -> float:
-        start = time.process_time()
-        for _ in range(16):
-            assert given_requests._ids(prompt, "Prompt 0") == prompt
-        return time.process_time() - start
-
-    assert min(seconds() for _ in range(5)) < 0.01

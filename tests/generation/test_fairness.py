@@ -117,24 +117,6 @@ def test_closed_list_prefills_before_decoding(monkeypatch):
     assert not any(watch.pauses)
 
 
-def test_one_prefill_program_per_turn_without_decoding(monkeypatch):
-    """Requests that arrive meanwhile share the next program."""
-    engine, looks, programs = host_engine(lanes=6, prefill_tokens=40, **SHAPE), [], []
-    extend = engine.runner.extend
-    monkeypatch.setattr(engine.runner, "extend", lambda batch: programs.append(1) or extend(batch))
-    (request,) = requests_of([story_tokens()[:40]], GREEDY)
-    coming = [[request]]
-
-    def incoming(wait):
-        if not request.generated:
-            looks.append(len(programs))
-        return coming.pop() if coming else None
-
-    engine.serve(Source([], GREEDY, incoming=incoming))
-    check([request])
-    assert looks == [0, 1, 2, 3, 4]
-
-
 def test_short_prompt_overtakes_long_one(monkeypatch):
     """The short one needs two programs of 8 tokens and alternates with the long one."""
     engine = host_engine(lanes=6, **SHAPE, **BY_CHUNK)

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import re
 import types
@@ -18,8 +17,7 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, grammar, programs
-from dms_jax.generation import runner as runner_module
+from dms_jax.generation import Engine, Sampling, grammar
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
@@ -30,7 +28,6 @@ from tests.generation.support import (
     MECHANISMS,
     SHAPE,
     model_for,
-    on_launch,
     prompts,
     requests_of,
     results_of,
@@ -164,22 +161,6 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
             assert (each.generated, each.finish_reason) == (want.tokens, want.finish_reason)
 
 
-def test_only_changed_masks_are_sent(engine, monkeypatch):
-    """The array is the same each time, as that of `TokenMasks`."""
-    runner, sent, random = engine.runner, [], np.random.default_rng(0)
-    update = programs.update_masks
-    monkeypatch.setattr(runner_module, "MASKS", 2)
-    monkeypatch.setattr(
-        programs, "update_masks", lambda *given: sent.append(len(given[1])) or update(*given)
-    )
-    monkeypatch.setattr(runner, "_masks", None)
-    masks = random.integers(1, 9, (4, 16), np.int32)
-    for lanes in ([], [], [2], [0, 3], [0, 1, 2], [3], []):
-        masks[lanes, random.integers(16)] += 1
-        assert np.asarray(runner._send_masks(masks)).tolist() == masks.tolist()
-    assert sent == [4, 2, 2, 4, 2]
-
-
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     """Requests without a grammar use the ordinary programs."""
     chunks, runner = [], engine.runner
@@ -198,23 +179,6 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     assert len(requests[1].generated) <= 4  # two letters in one or two tokens, and the end
     assert len(requests[0].generated) == 20
     assert chunks == ["step"] + ["whole"] * 4  # of four steps each
-
-
-def test_kcache_runs_whole_chunks_after_grammar_ended(monkeypatch):
-    """After a request of one token no step has a mask."""
-    engine, sizes = Engine(model_for("kcache"), max_tokens=64, **SHAPE), []
-    decode = engine.runner.decode
-    monkeypatch.setattr(
-        engine.runner,
-        "decode",
-        lambda *given, **more: sizes.append(more["num_steps"]) or decode(*given, **more),
-    )
-    free = dataclasses.replace(GREEDY, max_new_tokens=17)
-    one = dataclasses.replace(free, max_new_tokens=1, grammar=Grammar.regex("[a-z]+"))
-    requests = requests_of(PROMPTS[:2], [free, one])
-    serve_arrivals(engine, [requests])
-    assert [len(each.generated) for each in requests] == [17, 1]
-    assert sizes == [8, 8]
 
 
 @pytest.mark.nightly
@@ -330,45 +294,6 @@ def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
         assert sent[other.index] == (other.generated, other.text)
 
 
-@pytest.mark.usefixtures("fakes")
-def test_no_step_runs_after_last_possible_token(monkeypatch):
-    options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
-    engine = Engine(stories(), dms_jax.Vanilla(), **options)
-    steps = []
-    on_launch(monkeypatch, lambda program, _: program is programs.advance and steps.append(1))
-    held = dataclasses.replace(GREEDY, max_new_tokens=3, grammar=Grammar.regex("[a-z ]*"))
-    requests = requests_of(PROMPTS[:2], [held, dataclasses.replace(held, max_new_tokens=2)])
-    serve_arrivals(engine, [requests])
-    assert [len(each.generated) for each in requests] == [3, 2]
-    assert len(steps) == 2
-
-
-@pytest.mark.usefixtures("fakes")
-def test_queued_updates_are_sent_when_grammar_fails(monkeypatch):
-    """The other request receives every recorded token, in order and once."""
-    options = dict(num_lanes=2, max_tokens=64, page_size=16, chunk=8, prefill_chunk=16)
-    engine = Engine(stories(), dms_jax.Vanilla(), **options)
-    held = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z ]*"))
-    requests, after, count = requests_of(PROMPTS[:2], [GREEDY, held]), TokenMasks.after, []
-
-    def wrong(self, requests, *given, **more):
-        count.append(1)
-        if len(count) == 22:  # in the second program of the third chunk
-            requests[1].matcher.compiled.consume_token(500)
-        return after(self, requests, *given, **more)
-
-    sent = collections.defaultdict(list)
-    monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match="after token 22:"):
-        serve_arrivals(
-            engine, [requests], on_tokens=lambda update: sent[update.index].extend(update.tokens)
-        )
-    assert len(requests[0].generated) == 22  # the first token, and all steps before the failure
-    for each in requests:
-        assert sent[each.index] == each.generated[: len(sent[each.index])]
-        assert len(sent[each.index]) >= 17
-
-
 # -- refusals ------------------------------------------------------------------------------------
 
 
@@ -429,43 +354,6 @@ def test_opening_forces_its_tokens():
     assert (found == -1).all()
     matcher.restart([33])
     assert matcher.only == 69
-
-
-@pytest.mark.parametrize("reused", [True, False])
-def test_masks_are_reused_only_on_one_device(reused):
-    masks, opening = TokenMasks(1, 70, reused=reused), grammar.Opening((9, 5))
-    request = {0: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening))}
-    first = masks.after(request, np.array([9]), np.array([2]), end_tokens=())
-    before = first.copy()
-    second = masks.after(request, np.array([5]), np.array([1]), end_tokens=())
-    assert (second == -1).all()
-    assert (first is second, (first == before).all()) == (reused, not reused)
-
-
-@pytest.mark.parametrize("alone", [0, 3, 99])
-def test_masks_do_not_depend_on_threads(monkeypatch, alone):
-    """The first `alone` masks are computed by the engine's thread, the others in a pool."""
-    clock = itertools.count()
-    monkeypatch.setattr(grammar, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(grammar, "_ALONE_SECONDS", alone)
-    patterns = ["[a-z ]*", "[0-9]+", "(yes|no)", "[A-Z][a-z]*", "(.|\n)*"]
-    samplings = [dataclasses.replace(GREEDY, grammar=Grammar.regex(each)) for each in patterns]
-    requests = requests_of([[1]] * len(patterns), samplings)
-    grammar.make_matchers(stories(), requests)
-    lanes = dict(enumerate(requests, 1))
-    apart = [each.matcher.compiled.deep_copy() for each in requests]
-    tokens = np.zeros(len(patterns) + 2, np.int32)
-    masks = TokenMasks(len(tokens), stories().config.vocab_size)
-    found = masks.next({lane: each.matcher for lane, each in lanes.items()}).copy()
-    for _ in range(3):
-        assert (found[[0, -1]] == -1).all()
-        for lane, matcher in enumerate(apart, 1):
-            want = np.frombuffer(matcher.compute_bitmask(), np.int32)[: found.shape[1]]
-            chex.assert_trees_all_equal(found[lane], want)
-            allowed = np.unpackbits(want.view(np.uint8), bitorder="little")
-            tokens[lane] = np.flatnonzero(allowed)[0]
-            matcher.consume_token(tokens[lane])
-        found = masks.after(lanes, tokens, np.ones_like(tokens), end_tokens=())
 
 
 def test_ended_lane_is_not_masked():

@@ -172,22 +172,6 @@ def test_pool_bytes_equal_the_accounting():
     assert runner.reservation.cache_bytes()[1] == 2 * 20 * runner.page_bytes
 
 
-def test_pools_come_in_few_sizes():
-    sizes = {
-        pool_pages(
-            model_for("vanilla"),
-            POLICIES["vanilla"],
-            num_lanes=1,
-            max_tokens=tokens,
-            page_size=1,
-            memory=None,
-        )
-        // 20
-        for tokens in range(1, 513)
-    }
-    assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
-
-
 def test_estimate_errors():
     with pytest.raises(CapacityError, match=r"16\.06 GB of weights do not fit 16 GB"):
         dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")

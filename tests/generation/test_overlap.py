@@ -1,6 +1,5 @@
 """Programs are launched before the last ones are collected, and answers stay the same."""
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -11,7 +10,7 @@ import pytest
 from dms_jax.generation import in_flight as programs_in_flight
 from dms_jax.generation import programs
 from dms_jax.generation.engine import Source
-from dms_jax.generation.in_flight import LANES_AHEAD, InFlight
+from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.prefill import PrefillBatch, Shape
 from dms_jax.generation.requests import NotNumbersError, make_requests
 from dms_jax.generation.reservation import Reservation
@@ -19,7 +18,6 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
-    SHAPE,
     answer,
     host_engine,
     on_launch,
@@ -72,7 +70,6 @@ def spelled(order: str) -> list[str]:
 AHEAD = spelled("LL LL CC L CC C")
 IN_TURN = spelled("LL CC LL CC L C")
 # While requests wait, the last program of a chunk stays in flight, unless answers end with it.
-REFILLED = spelled("LL C LL C C L C C")
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
@@ -156,14 +153,6 @@ def test_cleared_lane_ignores_prefill_in_flight(monkeypatch):
         runner.clear([1])
 
 
-def test_lanes_are_refilled_before_next_chunk(monkeypatch):
-    """While a request waits for a lane, an answer that ended is collected at once."""
-    engine, given = host_engine("evicts"), prompts()
-    completions, order = in_order(monkeypatch, engine, given)
-    assert order == REFILLED + AHEAD
-    assert completions == engine.generate(given, sampling=GREEDY, on_tokens=lambda update: None)
-
-
 @functools.cache
 def ending(name: str, least: int, most: int, reason: str = "end") -> list[list[int]]:
     """Returns prompts whose answers end with the `least`-th to `most`-th token."""
@@ -177,41 +166,6 @@ def ending(name: str, least: int, most: int, reason: str = "end") -> list[list[i
     ]
 
 
-def test_chunk_runs_ahead_of_end_tokens_only_with_enough_lanes(monkeypatch):
-    """Some answers end within a chunk that another one follows."""
-    engine = host_engine("evicts", LANES_AHEAD, ends=ENDS)
-    given = [
-        *ending("evicts", 3, 8)[:1],
-        *ending("evicts", 12, 17)[:1],
-        *ending("evicts", 20, 20, "length")[:2],
-    ]
-    completions, order = in_order(monkeypatch, engine, given)
-    for prompt, one in zip(given, completions, strict=True):
-        answer(prompt, name="evicts", ends=ENDS).check(one)
-    assert len({each.finish_reason for each in completions}) == 2
-    assert order[:5] == AHEAD[:5]
-    expected, in_turn = in_order(monkeypatch, engine, given, on_tokens=lambda update: None)
-    assert completions == expected
-    assert len(order) == len(in_turn)
-    few, order = in_order(monkeypatch, engine, given[1:])
-    assert [each.tokens for each in few] == [each.tokens for each in expected[1:]]
-    assert order[:4] == IN_TURN[:4]
-    assert "launch launch launch" not in " ".join(order)
-
-
-def test_first_page_table_is_wide_enough_for_whole_chunk(monkeypatch):
-    """12 tokens and a chunk of 8 need more than the narrowest 16 pages."""
-    engine, widths = host_engine(page_size=1), set()
-
-    def note(program, arguments):
-        if program in (programs.extend, programs.decode):
-            widths.add(arguments[3].shape[-1])
-
-    on_launch(monkeypatch, note)
-    engine.generate(prompts((12,)), sampling=GREEDY)
-    assert widths == {64}
-
-
 def ends_at_its_third_to_fifth(prompt, name):
     """Returns greedy sampling that stops where the answer first has those tokens."""
     tokens = answer(prompt, name=name).tokens[2:5]
@@ -219,54 +173,6 @@ def ends_at_its_third_to_fifth(prompt, name):
 
 
 # -- a call whose requests are all known -------------------------------------------------------
-
-
-def test_stop_strings_delay_no_chunk_without_listener(monkeypatch):
-    """Answers, log-probabilities and usage equal those of chunks in turn."""
-    engine, name = host_engine("evicts"), "evicts"
-    stops = tuple(ends_at_its_third_to_fifth(SIX[place], name).stop for place in (1, 4))
-    sampling = dataclasses.replace(GREEDY, stop=stops)
-    order = noted(monkeypatch)
-    found = engine.generate(SIX, sampling=sampling)
-    ahead = list(order)
-    order.clear()
-    told = engine.generate(SIX, sampling=sampling, on_tokens=lambda update: None)
-    assert {each.finish_reason for each in found} == {"stop", "length"}
-    for prompt, *both in zip(SIX, found, told, strict=True):
-        for one in both:
-            answer(prompt, sampling, name).check(one)
-    in_flight = np.cumsum([1 if each == "launch" else -1 for each in ahead])
-    assert in_flight.max() > 2  # programs of a chunk
-    assert in_flight[-1] == 0
-    assert np.cumsum([1 if each == "launch" else -1 for each in order]).max() == 2
-
-
-def test_late_listener_is_called_while_next_steps_run(monkeypatch):
-    """Six answers over two lanes, then two."""
-    engine, launched, collect = host_engine("evicts"), [], Runner.collect
-
-    def collected(runner, chunk):
-        steps = collect(runner, chunk)
-        if not runner.reservation.steps_in_flight.any():  # the device is idle
-            launched.clear()
-        return steps
-
-    on_launch(monkeypatch, lambda program, _: program in launchable() and launched.append(program))
-    monkeypatch.setattr(Runner, "collect", collected)
-    for given in (SIX, TWO):
-        tokens, busy = collections.defaultdict(list), []
-
-        def listen(update, tokens=tokens, busy=busy):
-            tokens[update.index] += update.tokens
-            busy.append(bool(launched))
-
-        requests = make_requests(engine.model.config, given, GREEDY)
-        found = engine.serve(Source(requests, GREEDY, on_tokens=listen, streaming=False, late=True))
-        for index, (prompt, one) in enumerate(zip(given, found, strict=True)):
-            answer(prompt, name="evicts").check(one)
-            assert tokens[index] == one.tokens
-        assert busy.index(False) == len(busy) - 2  # after the last steps of all
-        assert len(busy) >= 2 * len(given)
 
 
 @pytest.mark.parametrize(
@@ -333,20 +239,6 @@ def test_lane_is_reused_while_stopped_answer_runs_on(monkeypatch):
     for request in requests:
         assert request.finish_reason == "stop"
         answer(request.prompt, request.sampling, "evicts").check(request)
-
-
-def test_updates_of_last_steps_are_sent_while_next_steps_run(monkeypatch):
-    """The end of an answer is reported before the next chunk ends."""
-    engine, order = host_engine(), noted(monkeypatch)
-    one_chunk = dataclasses.replace(GREEDY, max_new_tokens=1 + SHAPE["chunk"])
-    requests = requests_of(prompts((5, 7)), [one_chunk, GREEDY])
-
-    def told(update):
-        if update.finished:
-            order.append(f"end {update.index}")
-
-    serve_arrivals(engine, [requests], told)
-    assert order == [*spelled("LL C LL C"), "end 0", *spelled("C L C C"), "end 1"]
 
 
 def test_orphaned_steps_are_collected_before_engine_idles(monkeypatch):

@@ -1,7 +1,5 @@
 """The page table of steps stays on the device, and only its changes are sent."""
 
-import dataclasses
-
 import chex
 import jax
 import numpy as np
@@ -51,25 +49,3 @@ def test_device_page_table_equals_host_table(name, most, monkeypatch):
         engine.runner.prefixes.clear()
     assert len(updates) > len(given) // 4
     assert len({id(each) for each in updates}) > 1
-
-
-@pytest.mark.usefixtures("few_cells")
-def test_unchanged_page_table_is_not_resent(monkeypatch):
-    engine, given = host_engine("keeps", 2, page_size=16, table_width=8), []
-
-    def launched(program, arguments):
-        if program is programs.decode:
-            given.append(arguments[3])
-
-    on_launch(monkeypatch, launched)
-    sampling = dataclasses.replace(GREEDY, max_new_tokens=9)
-    engine.generate(prompts((3, 5)), sampling=sampling)  # two programs of four steps
-    assert len(given) == 2
-    assert given[0] is given[1]
-    assert all(isinstance(each, jax.Array) for each in given)
-
-
-def test_small_page_table_is_sent_whole():
-    """Sending it whole is as fast, and needs no program."""
-    assert not runner.sends_changes(28 * 8 * 2 * 16)
-    assert runner.sends_changes(28 * 256 * 2 * 192)

@@ -517,50 +517,6 @@ def test_host_copies_are_rate_limited(monkeypatch):
     assert states._may_copy_now(1)
 
 
-def test_prefixes_beyond_copy_rate_are_dropped(monkeypatch):
-    """They are prefilled again, and no page is lost."""
-    engine, given = engine_of("keeps"), prompts((29, 27, 26))
-    states = engine.runner.prefixes
-    monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
-    monkeypatch.setattr(states, "_may_copy", 0.0)
-    with squeezed_with_prefixes(engine, 5 * 20):
-        for prompt in given * 2:
-            assert cached(ask(engine, "keeps", [prompt])) == [0]
-            assert states.counts.host_states == 0
-        check_consistent(states)
-
-
-def test_prefix_too_large_for_host_uses_no_copy_allowance(monkeypatch):
-    engine = engine_of("keeps", prefix_cache=1e5)
-    states, page = engine.runner.prefixes, engine.runner.page_bytes
-    monkeypatch.setattr(states, "_host_bytes", 20 * page)  # a page of each row
-    monkeypatch.setattr(states, "_host", None)
-    monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
-    monkeypatch.setattr(states, "_may_copy", 1e6)
-    ask(engine, "keeps", [DOCUMENT])
-    states._reclaim(0, states.counts.bytes // page)
-    assert states.counts.host_states == 0
-    assert states._may_copy == 1e6
-    check_consistent(states)
-
-
-def test_pages_already_on_host_use_no_copy_allowance(monkeypatch):
-    """A prefix whose pages a longer one has copied stays, even without copy allowance."""
-    engine = engine_of("keeps")
-    states, page = engine.runner.prefixes, engine.runner.page_bytes
-    ask(engine, "keeps", [DOCUMENT + question for question in QUESTIONS[:2]])
-    by_length = sorted(states._on_device, key=lambda each: len(each.pages))
-    short, long = by_length[0], by_length[-1]
-    assert {*short.pages} < {*long.pages}
-    monkeypatch.setattr(prefixes_module, "TO_HOST", 0.0)
-    monkeypatch.setattr(prefixes_module, "TO_HOST_AT_ONCE", 1.0)
-    states._on_device.move_to_end(long, last=False)
-    states._reclaim(0, states.counts.bytes // page)
-    assert states._may_copy == 1.0 - len(long.pages) * page
-    assert set(states._on_host) >= {long, short}
-    check_consistent(states)
-
-
 def test_next_turn_continues_answer_that_grammar_ended():
     """Its end is collected while the next chunk is launched for the other lanes."""
     engine = engine_of("evicts", 6, ends=ENDS)

@@ -10,8 +10,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, precompile, programs
-from dms_jax.generation.prefill import PrefillBatch, Shape
-from dms_jax.model.cached_attention import in_one_pass
+from dms_jax.generation.prefill import Shape
 from dms_jax.model.language_model import LanguageModel
 from tests.generation.support import (
     GREEDY,
@@ -23,7 +22,7 @@ from tests.generation.support import (
     prompts,
 )
 from tests.support.for_gpus import told_by
-from tests.support.models import random_model, random_tokens, tiny_config
+from tests.support.models import random_model, tiny_config
 
 # Two widths; programs for several prompts have fewer places than entries x width.
 OPTIONS = dict(page_size=16, chunk=8, prefill_chunk=64, prefill_tokens=128, max_tokens=200)
@@ -136,23 +135,6 @@ def test_token_by_token_prefill_is_padded(policy, few):
     assert any(shape.places is not None for shape in every_shape(shapes.one_by_one)) == few
 
 
-@pytest.mark.parametrize(
-    ("policy", "one_pass"),
-    [
-        (dms_jax.Vanilla(), False),
-        (MECHANISMS["tova"], False),
-        (dms_jax.TOVA(), True),
-        (dms_jax.Quest(), True),
-    ],
-    ids=lambda each: getattr(each, "name", str(each)),
-)
-def test_one_token_chunk_is_a_step_unless_prompts_differ(policy, one_pass):
-    model = dataclasses.replace(model_for("vanilla"), policy=policy)
-    shapes = Engine(model, **OPTIONS | dict(prefill_chunk=1)).shapes
-    assert {each.one_pass for each in every_shape(shapes.one_pass)} == {one_pass}
-    assert one_pass == in_one_pass(policy, 1, prompt=True)
-
-
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
 def test_prefill_on_mesh_is_padded(mesh):
     with jax.set_mesh(dms_jax.make_mesh(*mesh)):
@@ -161,44 +143,12 @@ def test_prefill_on_mesh_is_padded(mesh):
     assert all(shape.places is None for kind in shapes for shape in every_shape(kind))
 
 
-@pytest.mark.parametrize("places", [None, 40])
-def test_products_have_one_row_per_place(places):
-    """All operations but attention: embedding, projections, feed-forward, norms and residuals."""
-    engine = Engine(model_for("vanilla"), num_lanes=LANES, **OPTIONS)
-    shape = every_shape(engine.shapes.one_pass)[0]._replace(width=32, entries=3, places=places)
-    _, given = precompile._Calls(engine.runner, GREEDY.filter).extend(shape, 4)
-    static = {8: given[8], 9: given[9], 10: given[10]}
-
-    def run(*arrays):
-        return programs.extend.jitted.__wrapped__(*arrays, *static.values())
-
-    jaxpr = jax.make_jaxpr(run)(*given[:8])
-    config = engine.model.config
-    hidden = {config.hidden_size, config.intermediate_size}
-    rows = set()
-    for primitive, avals in equations(jaxpr.jaxpr):
-        for aval in avals:
-            if primitive in ("dot_general", "mul", "add") and set(aval.shape[2:]) & hidden:
-                rows.add(aval.shape[:2])
-    assert rows == {(1, 40) if places else (3, 32)}
-
-
 def equations(jaxpr):
     """The primitives of a program with their output shapes, including loops and calls."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name, [x.aval for x in equation.outvars]
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from equations(inner)
-
-
-def test_batch_larger_than_places_is_refused():
-    runner = new_engine().runner
-    shape = new_engine().shapes.one_pass.of_width(32)[-1]
-    assert shape == (32, 6, 64, True)
-    given = {lane: np.asarray(random_tokens(lane, 30), np.int32) for lane in range(3)}
-    with pytest.raises(ValueError, match="90 tokens have no room in a program with 64 places"):
-        runner.extend(PrefillBatch(given, shape, True))
-    assert not runner.seen.any()
 
 
 @pytest.mark.nightly

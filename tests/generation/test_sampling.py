@@ -15,7 +15,6 @@ from dms_jax.generation.sampling import (
     LanesFilter,
     Sampling,
     Scaled,
-    draw,
     filter_logits,
     sample,
     try_tokens,
@@ -150,25 +149,6 @@ def test_sampling_memory_is_bounded_by_trials():
     assert program.compile().memory_analysis().temp_size_in_bytes < 8 * blocks
 
 
-@pytest.mark.nightly
-def test_smallest_temperature_draws_among_equal_logits():
-    """Zero takes the first of equal tokens; anything above, even if it underflows, takes any."""
-    logits = jnp.broadcast_to(jnp.array([3.0, 80.0, -jnp.inf, 80.0, 79.99]), (64, 5))
-    keys = jax.random.split(jax.random.key(0), 64)
-    drawn = {
-        temperature: set(
-            np.asarray(
-                draw_one(logits, keys, jnp.arange(64), Sampling(temperature=temperature).filter)[0]
-            )
-        )
-        for temperature in (0, 1e-300, 1e-46, 1e-40, 1e-30, 1e300)
-    }
-    few, all_but_the_impossible = {1, 3}, {0, 1, 3, 4}
-    assert drawn.pop(0) == {1}
-    assert drawn.pop(1e300) == all_but_the_impossible
-    assert drawn == dict.fromkeys(drawn, few)
-
-
 @pytest.mark.parametrize(
     "searched", [True, *further(False)], ids=["some searched", "none searched"]
 )
@@ -244,16 +224,6 @@ def test_half_precision_logits_are_sampled_in_float32():
     # Equal logits are kept or excluded together: nothing below the nucleus is drawn.
     least = wide[oracle(wide, rule) > 0].min()
     assert (wide[np.asarray(tokens)] >= least - 1e-9).all()
-
-
-@pytest.mark.nightly
-def test_trials_do_not_depend_on_their_number():
-    logits = Scaled.of(jnp.asarray(np.stack([example(seed, 300) for seed in range(4)])))
-    keys = jax.random.split(jax.random.key(5), 4)
-    several = jax.jit(draw, static_argnums=2)
-    many = several(logits, keys, 16)
-    chex.assert_trees_all_equal(several(logits, keys), many[:, :1])
-    assert len(set(many[0].tolist())) > 4
 
 
 @pytest.mark.nightly

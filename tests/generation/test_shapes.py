@@ -1,7 +1,6 @@
 """The few prefill shapes for prompts of any number and length."""
 
 import hypothesis
-import numpy as np
 import pytest
 from hypothesis import strategies
 
@@ -116,37 +115,6 @@ def test_each_group_of_lanes_has_its_entries(left, lanes, width, entries):
     assert GROUPS.next_batch(left) == (lanes, (width, entries, None, True))
 
 
-def test_prompts_are_expected_in_the_groups_in_turn():
-    """Sixteen prompts are two in each of eight groups; forty are five, and run at once."""
-    few, many = (Shape(256, size, None, True) for size in (16, 128))
-    assert GROUPS.batches([105] * 16, refilled=False) == {(few, True)}
-    assert GROUPS.batches([105] * 40, refilled=False) == {(many, True)}
-
-
-@pytest.mark.parametrize(
-    ("left", "lanes", "width", "entries"),
-    [
-        ({3: 105}, [3], 128, 8),
-        ({3: 64}, [3], 32, 32),  # twice
-        ({3: 257}, [3], 512, 2),
-        (dict.fromkeys(range(200), 100), list(range(64)), 128, 64),
-    ],
-)
-def test_next_batch_with_costly_padding(left, lanes, width, entries):
-    assert MANY.next_batch(left) == (lanes, (width, entries, None, False))
-
-
-def test_large_model_is_padded_less():
-    """A launch takes as long as a few tokens of a large model, or thousands of a small one."""
-    large = shapes_of(lanes=96, layer_size=218_000_000)
-    assert large.launch < 200 < 2000 < SHAPES.launch
-    assert large.next_batch(dict.fromkeys(range(12), 1000)) == ([0, 1], (512, 3, 1024, True))
-    assert large.next_batch(dict.fromkeys(range(15), 1000)) == (
-        list(range(15)),
-        (512, 24, 8192, True),
-    )
-
-
 def replay(shapes: Shapes, batches: list[list[int]]):
     """Runs prompts that arrive in batches; returns lanes, tokens and shape of each program."""
     for batch in batches:
@@ -167,67 +135,11 @@ def costs(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
     return len(programs), sum(programs)
 
 
-def test_cost_of_refilling_with_short_prompts():
-    """In each chunk 27 requests refill 256 lanes; a program takes 4 ms plus its tokens."""
-    random = np.random.default_rng(1)
-    batches = [random.integers(20, 191, size).tolist() for size in (256, *[27] * 46)]
-    tokens = sum(map(sum, batches))
-    before, padded_before = costs(MANY, batches)
-    padded_programs, padded = costs(PADDED, batches)
-    now, places = costs(SHAPES, batches)
-    assert padded_programs <= 56 < 140 < before
-    assert padded + padded_programs * SHAPES.launch < 0.75 * (
-        padded_before + before * SHAPES.launch
-    )
-    assert now <= 58
-    assert tokens <= places < 1.5 * tokens < 2.5 * tokens < padded
-
-
-def test_entries_are_between_one_and_lanes():
-    three = shapes_of(lanes=3, few=False, unpadded=False)
-    assert three.next_batch({0: 20, 1: 20, 2: 20}) == ([0, 1, 2], (32, 3, None, False))
-    narrow = shapes_of(tokens=100, lanes=3)
-    assert narrow.next_batch({0: 600, 1: 600}) == ([0], (512, 1, None, True))
-
-
 every_kind = pytest.mark.parametrize(
     ("shapes", "most"),
     [(SHAPES, 4), (shapes_of(64, 256, 8), 4), (PADDED, 4), (MANY, 6)],
     ids=["unpadded", "small", "padded", "many"],
 )
-
-
-@every_kind
-def test_all_prompts_run_in_few_shapes(shapes, most):
-    random, seen = np.random.default_rng(0), set()
-    for count in (1, 5, 40, shapes.num_lanes):
-        left = dict(enumerate(random.integers(1, 5000, count).tolist()))
-        left |= {lane: 1 + lane % 70 for lane in list(left)[::3]}
-        tokens = 0
-        for lanes, counts, shape in replay(shapes, [list(left.values())]):
-            assert 0 < len(lanes) <= shape.entries
-            assert len(set(lanes)) == len(lanes)
-            assert sum(counts) <= shape.most
-            seen.add(shape)
-            tokens += sum(counts)
-        assert tokens == sum(left.values())
-    assert seen <= set(every_shape(shapes))
-    assert len(every_shape(shapes)) <= most
-
-
-@every_kind
-def test_first_prompt_of_widest_shape_never_waits(shapes, most):
-    """For any number of later prompts that fit together."""
-    del most
-    random = np.random.default_rng(5)
-    left = dict(enumerate(random.integers(1, 2000, 60).tolist()))
-    while left:
-        lanes, shape = shapes.next_batch(left)
-        widest = max(map(shapes.width, left.values()))
-        assert lanes[0] == next(lane for lane in left if shapes.width(left[lane]) == widest)
-        for lane in lanes:
-            left[lane] -= shape.width
-        left = {lane: count for lane, count in left.items() if count > 0}
 
 
 @hypothesis.settings(max_examples=60)
@@ -254,22 +166,3 @@ def programs_of(shapes: Shapes, batches: list[list[int]]) -> set[tuple[Shape, bo
                 left[lane] -= count
             found.add((shape, not all(left[lane] for lane in lanes)))
     return found
-
-
-@every_kind
-def test_shapes_of_single_prompt_are_exact(shapes, most):
-    del most
-    widest = shapes.widths[0]
-    for count in (1, widest // 2, widest // 2 + 1, widest, widest + 1, 2 * widest, 5 * widest + 3):
-        assert shapes.batches([count], refilled=False) == programs_of(shapes, [[count]])
-
-
-@every_kind
-def test_every_shape_is_needed_by_some_prompt(shapes, most):
-    """With few widths a narrow chunk ends its prompt; with many it is one of two."""
-    del most
-    for longest in (3, shapes.widths[0] // 2, shapes.widths[0], 3 * shapes.widths[0]):
-        met = set()
-        for count in range(1, longest + 1):
-            met |= shapes.batches([count], refilled=True)
-        assert shapes.every(longest) == met

@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-import time
 
 import numpy as np
 import pytest
@@ -206,18 +205,6 @@ def test_broken_character_is_stop_string(kind, ends):
         assert running.text == "".join(pieces) == "a "
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
-def test_long_run_of_broken_characters_is_stop_string(kind):
-    """Broken bytes before the last one are known to be broken; in a run none is known."""
-    tokens = [tokenizer(kind).encode("🙂", False)[-1]] * 200
-    assert tokenizer(kind).decode(tokens) == "\ufffd" * 200
-    fewest = {"qwen2": 2 + 1, "stories260k": 64 + 1}[kind]
-    for sizes in ([1], [7], [200]):
-        running, pieces = stream(kind, tokens, sizes, stop=["\ufffd\ufffd"])
-        assert (running.finish_reason, len(running.generated)) == ("stop", fewest)
-        assert running.text == "".join(pieces) == ""
-
-
 @pytest.mark.parametrize("kind", ["mistral", "stories260k"])
 @pytest.mark.parametrize("broken", [0, 1])
 def test_long_run_of_bytes_does_not_depend_on_chunks(kind, broken):
@@ -285,21 +272,6 @@ def test_no_text_without_tokenizer():
     assert (running.finish_reason, running.text) == ("end", "")
 
 
-def test_time_per_token_is_constant():
-    """Decoding the whole text at every chunk would take hundreds of times longer at the end."""
-    kind = "stories260k"
-    tokens = tokenizer(kind).encode("Once upon a time there was a little cat. ", False) * 1500
-    tracker, running = TextTracker(tokenizer(kind), ()), request(10**9)
-    seconds = []
-    for start in range(0, len(tokens), 32):
-        running.generated += tokens[start : start + 32]
-        before = time.perf_counter()
-        tracker.update(running)
-        seconds.append(time.perf_counter() - before)
-    early, late = np.median(seconds[10:200]), np.median(seconds[-190:])
-    assert late < 20 * early  # the text itself is copied, which is quick
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
 @pytest.mark.parametrize("character", ["\x00", "a", "\ufffd"], ids=["absent", "held", "broken"])
 def test_work_per_token_is_constant(kind, character):
@@ -315,70 +287,3 @@ def test_work_per_token_is_constant(kind, character):
         assert running.text == tokenizer(kind).decode(tokens)
         work.append(stop.taken / len(tokens))
     assert max(work) < 100
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
-def test_large_chunk_is_searched_in_short_windows(kind, monkeypatch):
-    """All tokens of a call can come at once; each is processed as if it came alone."""
-    words, decode = tokenizer(kind).encode("two words ", False), Tokenizer.decode
-    decoded = []
-
-    def counted(self, ids, **options):
-        decoded.append(len(ids))
-        return decode(self, ids, **options)
-
-    tokens = [*words * 200, *tokenizer(kind).encode("END", False)]
-    monkeypatch.setattr(Tokenizer, "decode", counted)
-    running, _ = stream(kind, tokens, [len(tokens)], stop=["END"])
-    assert running.finish_reason == "stop"
-    assert running.text == "two words " * 200
-    assert sum(decoded) < 12 * len(tokens)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_is_decoded_once(kind, monkeypatch):
-    """The last token of each piece is also decoded alone, but only the first time."""
-    tokens = tokenizer(kind).encode("two words and a third one\n" * 8, False)
-    tracker, calls, decode = TextTracker(tokenizer(kind), ()), [], Tokenizer.decode
-
-    def counted(self, ids, **options):
-        calls.append(ids)
-        return decode(self, ids, **options)
-
-    monkeypatch.setattr(Tokenizer, "decode", counted)
-    for _ in range(2):
-        running, pieces = request(2 * len(tokens)), 0
-        calls.clear()
-        for start in range(0, len(tokens), 4):
-            running.generated += tokens[start : start + 4]
-            tracker.update(running)
-            pieces += 1
-        running.finish_reason = "length"
-        tracker.update(running)
-    assert len(calls) <= pieces + 4  # the prompt's last token, and the last piece
-
-
-def test_interrupt_during_finish_loses_no_text(monkeypatch):
-    """Several requests end in a chunk, and Ctrl-C comes while their texts are decoded."""
-    kind, words = tokenizer("qwen2"), ["one", "two", "three"]
-    tracker = TextTracker(kind, (), streaming=False)
-    ended = []
-    for word in words:
-        tokens = kind.encode(word, False)
-        ended.append(request(len(tokens)))
-        ended[-1].generated += tokens
-        tracker.update(ended[-1])
-    decode, calls = Tokenizer.decode, []
-
-    def interrupted(self, *given, **options):
-        calls.extend([given] if len(given[0]) > 1 else [])  # of an answer, not of its prompt
-        if len(calls) == 2 and calls[-1] is given:
-            raise KeyboardInterrupt
-        return decode(self, *given, **options)
-
-    monkeypatch.setattr(Tokenizer, "decode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tracker.finish()
-    tracker.finish()  # as the engine does when it stops
-    assert [each.text for each in ended] == words
-    assert len(calls) == len(words) + 1

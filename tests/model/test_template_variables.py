@@ -8,7 +8,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.evaluation import Chat
 from dms_jax.generation import Sampling
-from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.apis import parse_body
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.rpc import ServedModel
 
@@ -36,8 +36,9 @@ def told(model, variables):
 def served(model, variables):
     """The output of a server."""
     fields = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1}
-    body = RequestBody(json.dumps(fields).encode(), "/v1/chat/completions", seed=0)
-    parsed = body.parse(
+    parsed = parse_body(
+        json.dumps(fields).encode(),
+        "/v1/chat/completions",
         ServedModel(
             models={"m": None},
             policy="Vanilla",
@@ -47,7 +48,8 @@ def served(model, variables):
             max_requests=1,
             defaults=Sampling(),
             seed=0,
-        )
+        ),
+        seed=0,
     )
     return model.tokenizer.decode(parsed.prompts[0])
 

@@ -1,4 +1,4 @@
-"""Plants mutants and reports which of them the tests of the gate, or nightly tests, kill.
+"""Plants mutants and reports which of them the tests of the gate kill.
 
     python -m tests.mutants --workers 2             all of them
     python -m tests.mutants --only adakv pyramid    those whose name contains one of the words
@@ -29,7 +29,6 @@ from tests.mutants.table import MUTANTS
 from tests.support.tree import RESULTS, ROOT, digest, files
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "pytest")
-KILLED = ("killed by the gate", "killed at night")
 
 
 def main() -> int:
@@ -45,16 +44,15 @@ def main() -> int:
 
         def tree() -> Tree:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            return stack.enter_context(contextlib.closing(Tree(pathlib.Path(folder))))
+            return Tree(pathlib.Path(folder))
 
         if options.unplanted:
             return without_mutants(tree(), chosen, options.timeout)
         record = Record(options.out)
-        left = [mutant for mutant in chosen if record.verdict(mutant) not in KILLED]
+        left = [mutant for mutant in chosen if record.verdict(mutant) != "killed"]
         judge_all([tree() for _ in range(min(options.workers, len(left)))], left, options, record)
-    survivors = [mutant.name for mutant in chosen if record.verdict(mutant) not in KILLED]
-    at_night = sum(record.verdict(mutant) == KILLED[1] for mutant in chosen)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed, {at_night} of them at night")
+    survivors = [mutant.name for mutant in chosen if record.verdict(mutant) != "killed"]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
     print(f"left: {', '.join(survivors) or '-'}")
     return len(survivors)
 
@@ -77,8 +75,6 @@ class Record:
         return self.data["verdicts"].get(mutant.name)
 
     def add(self, mutant: Mutant, verdict: str) -> None:
-        if verdict == "killed":
-            verdict = KILLED[mutant.night]
         self.data["verdicts"][mutant.name] = verdict
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
@@ -113,8 +109,7 @@ def judge_all(
 def without_mutants(tree: Tree, chosen: list[Mutant], timeout: float) -> int:
     """Runs the tests of mutants without planting any; returns 0 if all pass."""
     tests = sorted({test for mutant in chosen for test in mutant.tests})
-    night = any(mutant.night for mutant in chosen)
-    verdict, output = tree.run(tests, timeout * len(chosen), night, options=())
+    verdict, output = tree.run(tests, timeout * len(chosen), options=())
     print(output)
     return int(verdict != "survived")
 

@@ -13,7 +13,6 @@ class Mutant:
       find: the right text, which occurs in the file exactly once.
       replace: the wrong text.
       tests: pytest arguments, as narrow as possible; at least one of these tests must fail.
-      night: whether only nightly tests fail; otherwise those of the gate do.
     """
 
     name: str
@@ -21,7 +20,6 @@ class Mutant:
     find: str
     replace: str
     tests: tuple[str, ...]
-    night: bool = False
 
     def plant(self, text: str) -> str:
         """Returns the file's text with the mistake.

@@ -6,8 +6,7 @@ import logging
 import pytest
 
 import dms_jax
-from dms_jax.serving.apis import APIS
-from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.apis import APIS, parse_body
 from dms_jax.serving.refusals import RefusalError
 from tests.serving.scripted import CACHED, scripted, served_model
 from tests.serving.support import BODIES
@@ -669,6 +668,6 @@ def test_stream_errors_in_every_api():
         (RESPONSES, dict(input="a"), 'event: response.failed\ndata: {"type":"response.failed"'),
         (MESSAGES, dict(messages=[USER], max_tokens=3), "overloaded_error"),
     ):
-        parsed = RequestBody(json.dumps(body).encode(), path, seed=0).parse(served)
+        parsed = parse_body(json.dumps(body).encode(), path, served, seed=0)
         formatter = APIS[path].formatter(parsed, served)
         assert said in "".join(formatter.failure(error))

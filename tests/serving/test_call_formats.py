@@ -13,7 +13,7 @@ from dms_jax.generation import grammar
 from dms_jax.generation.answers import Answer, AnswerForm, AnswerReader
 from dms_jax.generation.call_formats import FORMATS, format_of
 from dms_jax.generation.call_readers import Tool
-from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.apis import parse_body
 from tests.serving.scripted import TEMPLATES, served_model
 from tests.serving.support import stories
 
@@ -332,7 +332,7 @@ def asked(form, *, strict, **fields):
         tools = [function("city", CITY, strict=strict), function("sum", SUM, strict=strict)]
         body = dict(messages=[{"role": "user", "content": "Hi"}], tools=tools, **fields)
         path = "/v1/chat/completions"
-        parsed = RequestBody(json.dumps(body).encode(), path, seed=0).parse(served)
+        parsed = parse_body(json.dumps(body).encode(), path, served, seed=0)
     finally:
         tokenizer.chat_template = before
     return parsed

@@ -10,11 +10,9 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError, CheckpointError
 from dms_jax.generation import Sampling
-from dms_jax.generation.engine import Call, Source
-from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving import Delta, Service
 from dms_jax.serving import service as service_module
-from dms_jax.serving.app import OUT_OF_MEMORY, Metrics
+from dms_jax.serving.app import OUT_OF_MEMORY
 from tests.generation.support import answer
 from tests.serving.support import (
     BODIES,
@@ -65,11 +63,9 @@ def test_disconnect_frees_pages(held, stream):
     assert metric_of(client, "cancelled") == before + 1
 
 
-def test_full_queue_says_when_to_retry(held, monkeypatch):
-    """No answer has ended after 7.5 seconds, so one more is expected in 7.5 seconds."""
+def test_full_queue_says_when_to_retry(held):
     client, go_on, _ = held
-    answers, now = [], [100.0]
-    monkeypatch.setattr(client.service._turnover, "clock", lambda: now[0])
+    answers = []
     ask = lambda: answers.append(client.ask(**LONG | {"max_tokens": 3}, n=LANES))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -77,17 +73,13 @@ def test_full_queue_says_when_to_retry(held, monkeypatch):
     wait_until(lambda: len(client.service._jobs) == 3 * LANES)
     wait_until(lambda: client.service.snapshot().waiting)
     refused = client.metric("dms_jax_requests_total", 'status="429"')
-    now[0] += 7.5
-    for (path, body), seconds in zip(BODIES.items(), ("8", "15", "23", "30"), strict=True):
+    for path, body in BODIES.items():
         response = client.send(body | {"stream": path.startswith("/v1/chat")}, path=path)
         error = json.loads(response.read())["error"]
         assert (response.status, error["type"]) == (429, "rate_limit_error")
         assert error.get("code") == (None if path == "/v1/messages" else "rate_limit_exceeded")
-        assert response.getheader("Retry-After") == seconds
-        assert (
-            f"12 requests run or wait already, of at most 12. Try again in {seconds} s."
-            in (error["message"])
-        )
+        assert response.getheader("Retry-After") == "1"
+        assert "12 requests run or wait already, of at most 12." in error["message"]
     assert client.metric("dms_jax_requests_total", 'status="429"') == refused + len(BODIES)
     assert client.get("/health")[0] == 200
     assert client.ask(**LONG, n=13, status=400)["error"]["message"].startswith("13 answers")
@@ -95,37 +87,6 @@ def test_full_queue_says_when_to_retry(held, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
-
-
-def test_retry_after_follows_rate():
-    now = [10.0]
-    turnover = service_module.Turnover(clock=lambda: now[0])
-    turnover.start()
-    assert turnover.retry_after(1) == 1  # without data the client still gets a delay
-    now[0] = 13.0
-    assert turnover.retry_after(1) == 3
-    turnover.start()
-    for _ in range(9):
-        now[0] += 0.5
-        turnover.count_end()
-    now[0] += 0.5
-    assert turnover.retry_after(4) == 2
-    assert turnover.retry_after(6) == 5  # behind the four
-    now[0] += 4
-    assert turnover.retry_after(1) == 2  # 10 in 9 seconds, and one second of the promised delay
-    assert turnover.retry_after(1000) == 60
-    assert turnover.retry_after(1) == 60
-    turnover.start()
-    assert turnover.retry_after(1) == 1
-
-
-def test_retry_after_uses_recent_rate():
-    now = [0.0]
-    turnover = service_module.Turnover(clock=lambda: now[0])
-    for seconds in (10.0,) * 50 + (0.5,) * 64:
-        now[0] += seconds
-        turnover.count_end()
-    assert turnover.retry_after(65) == 32
 
 
 def test_lower_priority_number_comes_first():
@@ -277,42 +238,6 @@ def test_cancel_survives_failed_chunk(monkeypatch):
     assert len(calls) == 2
 
 
-def test_failing_metrics_lose_no_answer(monkeypatch):
-    """The listener of all answers counts metrics."""
-
-    def failing(self, completion, since):
-        raise RuntimeError("cannot be counted")
-
-    monkeypatch.setattr(Metrics, "count_answer", failing)
-    with serving() as client:
-        for stream in (True, False):
-            response = client.send(LONG | {"max_tokens": 3, "stream": stream})
-            assert (response.status, b"length" in response.read()) == (200, True)
-        assert client.get("/health")[0] == 200
-
-
-def test_ended_request_does_not_count_as_waiting(monkeypatch):
-    """The end of an answer is reported while the next steps of another one run."""
-    service, seen = make_service(num_lanes=2, chunk=16), []
-    runner = service.engine.runner
-    decode = runner.decode
-
-    def looking(*given, **more):
-        snapshot = service.snapshot()
-        seen.append((len(service._jobs), snapshot.running, snapshot.waiting))
-        return decode(*given, **more)
-
-    monkeypatch.setattr(runner, "decode", looking)
-    with service._changed:  # so that they are let in together
-        for most in (5, 37):
-            service.submit(
-                [[1, 70, 90]], Sampling(temperature=0, max_new_tokens=most), lambda delta: None
-            )
-    service.start()
-    assert service.drain(60.0)
-    assert seen[2:] == [(2, 1, 0), (2, 1, 0), (1, 1, 0)]  # behind a chunk of two programs
-
-
 def test_preempted_request_continues_after_capacity_error(monkeypatch):
     """The younger request is preempted with a partial answer, and the older outgrows the pool."""
     service, sampling = make_service(), Sampling(temperature=0, max_new_tokens=24, stop="quite")
@@ -384,20 +309,6 @@ def test_nan_logits_end_only_their_request():
     for error, place in ((first, wants[tuple(late)].broken), (second, 3)):
         assert isinstance(error, CheckpointError)
         assert f"not numbers (NaN) at token {place} of prompt" in str(error)
-
-
-def test_nan_logits_end_chain_that_left_its_lane():
-    """It shared the prompt of a running request, and there was no memory for its copy."""
-    service, deltas = make_service(), []
-    indices = service.submit([[1, 2]] * 3, Sampling(max_new_tokens=3), deltas.append)
-    requests = [service._jobs[index].request for index in indices]
-    service.engine._call = Call(service.engine, Source([], Sampling()))
-    service.engine._call.scheduler.running = dict(enumerate(requests[:2]))
-    wrong = NotNumbersError("NaN at token 2", (indices[0], indices[2]))
-    service._recover(wrong)
-    assert deltas == [wrong, wrong]
-    assert list(service._jobs) == [indices[1]]
-    assert list(service._queue) == [requests[1]]  # it is computed again
 
 
 def test_request_that_cannot_fit_is_refused():

@@ -16,8 +16,8 @@ import dms_jax
 from dms_jax import errors
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.serving.refusals import RefusalError
-from dms_jax.serving.rpc import LENGTH, EngineServer, portable
-from dms_jax.serving.server import _REPEAT_SECONDS, Server, take_address
+from dms_jax.serving.rpc import EngineServer, portable
+from dms_jax.serving.server import Server, take_address
 from dms_jax.serving.service import DrainingError, QueueFullError
 from tests.serving.support import Client, make_service, served, wait_until
 from tests.support.instances import further
@@ -33,12 +33,8 @@ OURS = [
 
 @contextlib.contextmanager
 def started():
-    """The HTTP process and its port, before it has a model.
-
-    Its end does not interrupt the test: most tests end it and do not serve in the main thread.
-    """
+    """The HTTP process and its port, before it has a model."""
     with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
-        server._monitoring = False
         taken.listen()
         yield server, taken.getsockname()[1]
 
@@ -202,28 +198,6 @@ def test_http_ends_if_engine_dies_before_loading():
         assert server._process.wait(60) == 0
 
 
-@pytest.mark.nightly
-def test_end_of_http_interrupts_startup():
-    """A model may compile for minutes, and exceptions raised in a jax callback are lost."""
-    before = signal.getsignal(signal.SIGURG)
-    said = pytest.raises(dms_jax.OtherProcessError, match=r"has ended \(status -9\)")
-    compiled = threading.Event()
-    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
-        server._process.kill()
-        with said:
-            compiled.wait(60)
-        with said:  # the first was lost
-            compiled.wait(60)
-    assert signal.getsignal(signal.SIGURG) == before
-    time.sleep(2 * _REPEAT_SECONDS)  # nothing comes after the end
-
-
-@pytest.mark.nightly
-def test_exit_error_of_hanging_process():
-    with take_address("127.0.0.1", 0) as taken, Server(taken) as server:
-        assert "The process that answers HTTP answers no more" in str(server._exit_error())
-
-
 def test_http_notifies_clients_if_engine_dies(monkeypatch):
     with started() as (server, port):
         service, go_on = make_service(), threading.Event()
@@ -247,53 +221,6 @@ def test_http_notifies_clients_if_engine_dies(monkeypatch):
         assert service.drain(60.0)
 
 
-class Unreadable:
-    """A message that cannot be unpickled or pickled."""
-
-    def __init__(self, *, sent: bool):
-        self.sent = sent
-
-    def __reduce__(self):
-        if not self.sent:
-            raise TypeError("it has no pickle")
-        return int, ("no number",)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("sent", [True, False])
-def test_broken_message_ends_both_processes(sent):
-    """Otherwise a waiting client would wait forever."""
-    gone = threading.Event()
-    with started() as (server, port):
-        service = make_service()
-        engine = EngineServer(service, server._connection, served(service), gone.set)
-        engine.start()
-        client, answers = Client(port, service, engine), []
-        assert client.get("/health")[0] == 503  # the next request waits for the engine
-        waits = threading.Thread(
-            target=lambda: answers.append(client.ask(status=503, max_tokens=3, **PROMPT))
-        )
-        waits.start()
-        wait_until(lambda: service._jobs)
-        engine._outbox.put(Unreadable(sent=sent))
-        waits.join(60)
-        assert "The process of the engine has ended." in answers[0]["error"]["message"]
-        assert server._process.wait(60) == 0
-        assert gone.wait(60)
-
-
-def test_unreadable_message_from_http_disconnects():
-    gone, service = threading.Event(), make_service()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        EngineServer(service, ours, served(service), gone.set).start()
-        theirs.sendall(LENGTH.pack(3) + b"abc")
-        assert gone.wait(60)
-        theirs.settimeout(60)
-        while theirs.recv(2**16):  # the description of the service, then the end
-            pass
-
-
 def serve(server, service, begin, ended):
     """Serves in the main thread while `begin` runs in another thread until the server has ended."""
     service.start()
@@ -304,32 +231,6 @@ def serve(server, service, begin, ended):
     finally:
         ended.set()
         thread.join(60)
-
-
-@pytest.fixture
-def interrupted_by_ctrl_c():
-    """Python's own handler; shells make background processes ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.nightly
-def test_dropped_interrupt_ends_server_on_serve(interrupted_by_ctrl_c):
-    """Python drops exceptions in garbage collector callbacks, and jax has such a callback."""
-    with started() as (server, _):
-        service, ended = make_service(), threading.Event()
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-        def end():
-            if not ended.wait(10):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        with pytest.raises(KeyboardInterrupt):
-            serve(server, service, end, ended)
-        assert service.drain(60.0)
-    assert signal.getsignal(signal.SIGINT) == interrupted_by_ctrl_c
 
 
 def test_server_fails_if_http_dies():

@@ -11,7 +11,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from dms_jax.serving.parsing import RequestBody
+from dms_jax.serving.apis import parse_body
 from dms_jax.serving.refusals import RefusalError
 from tests.generation.test_schemas import answer, vocabulary
 from tests.serving.scripted import served_model
@@ -34,8 +34,8 @@ def grammar_of(schema):
     """The grammar of a chat completion with a schema; raises RefusalError."""
     described = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = dict(messages=[{"role": "user", "content": "a"}], response_format=described)
-    request = RequestBody(json.dumps(body).encode(), "/v1/chat/completions", seed=0)
-    return request.parse(served_model("plain")).sampling.grammar
+    data, served = json.dumps(body).encode(), served_model("plain")
+    return parse_body(data, "/v1/chat/completions", served, seed=0).sampling.grammar
 
 
 def is_readable(schema):

@@ -68,23 +68,6 @@ def test_offset_is_that_of_first_byte(kind):
     assert seen > 0
 
 
-def test_offsets_of_broken_characters_and_special_tokens():
-    own = tokenizer("stories260k")
-    byte = lambda value: own.backend.token_to_id(f"<0x{value:02X}>")  # noqa: E731
-    word = own.encode("Tom cat", False)[-1]
-    prompt = own.encode("So", False)
-    broken = [byte(0xF0), byte(0x9F), word]
-    text = own.decode(prompt + broken)[2:]
-    assert TextOffsets(own, prompt).add(broken)[-1] == text.rindex(own.decode([word]).strip()[0])
-    begin = own.bos_token_id  # a special token has no text
-    assert begin is not None
-    assert (
-        TextOffsets(own, prompt).add([word, begin, word])[1:]
-        == [len(own.decode([*prompt, word])) - 2] * 2
-    )
-    assert TextOffsets(None, prompt).add(broken) == [0, 0, 0]
-
-
 def test_offsets_are_equal_whole_and_streamed():
     own = tokenizer("stories260k")
     found = encoded(TEXTS[0], own)

@@ -5,25 +5,10 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/generation/"
 LAW = "tests/laws/test_adapters.py"
 ALONE = f"{LAW}::test_batched_adapters_answer_as_each_alone"
-PREFIXES = "tests/generation/test_prefixes.py::test_adapters_share_no_prefixes"
 ADAPTERS = "tests/generation/test_adapters.py"
 SERVING = "tests/serving/test_adapters.py"
 
 MUTANTS = [
-    Mutant(
-        "adapters: a prefix is continued under another one",
-        FOLDER + "prefixes.py",
-        "key = request.adapter, request.max_length if by_length else None",
-        "key = None, request.max_length if by_length else None",
-        (PREFIXES,),
-    ),
-    Mutant(
-        "adapters: prefixes of old weights stay",
-        FOLDER + "engine.py",
-        "            runner.prefixes.drop(name)\n",
-        "            pass\n",
-        (PREFIXES,),
-    ),
     Mutant(
         "adapters: equal prompts of two are copies of each other",
         FOLDER + "requests.py",
@@ -43,13 +28,6 @@ MUTANTS = [
         FOLDER + "programs.py",
         "adapters=jax.tree.map(lambda x: take(x[None])[0], cache.adapters)",
         "adapters=jax.tree.map(lambda x: x[: len(page_table[0])], cache.adapters)",
-        (ALONE,),
-    ),
-    Mutant(
-        "adapters: low-rank updates of others are added",
-        "dms_jax/model/low_rank.py",
-        "narrow = jnp.where(scales > 0, narrow * scales.astype(x.dtype), 0)",
-        "narrow = narrow * scales.max()",
         (ALONE,),
     ),
     Mutant(

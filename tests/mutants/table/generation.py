@@ -23,7 +23,6 @@ TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_precompile.py"
 TEXT = "tests/generation/test_text.py"
 STOPS = "tests/generation/test_stop_strings.py"
-CALLS = "tests/generation/test_calls.py"
 
 MUTANTS = [
     Mutant(
@@ -55,20 +54,6 @@ MUTANTS = [
         (f"{SAMPLING}::test_filters_equal_the_oracle",),
     ),
     Mutant(
-        "generation: min-p is left out where tokens are tried",
-        FOLDER + "sampling.py",
-        "least = rule.log_min_p if rule.switches.min_p else None",
-        "least = None",
-        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
-    ),
-    Mutant(
-        "generation: what is left out may be drawn where sums are rounded",
-        FOLDER + "sampling.py",
-        "jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)",
-        "jnp.cumsum(weights, -1)",
-        (f"{SAMPLING}::test_zero_weight_is_never_chosen_despite_rounding",),
-    ),
-    Mutant(
         "generation: booleans are read from the words of what lies before them",
         FOLDER + "programs.py",
         "            start = end\n",
@@ -76,32 +61,11 @@ MUTANTS = [
         ("tests/generation/test_programs.py::test_packed_results_round_trip",),
     ),
     Mutant(
-        "generation: log-probabilities at the draw's temperature",
-        FOLDER + "sampling.py",
-        "logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)",
-        "logprobs = (chosen - jax.nn.logsumexp(logits, axis=-1)) / rule.temperature",
-        (f"{SAMPLING}::test_draws_follow_the_filtered_distribution",),
-    ),
-    Mutant(
-        "generation: logits are filtered in the model's type",
-        FOLDER + "sampling.py",
-        "    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))\n    allowed",
-        "    allowed",
-        (f"{SAMPLING}::test_half_precision_logits_are_sampled_in_float32",),
-    ),
-    Mutant(
         "generation: a request goes on after a first token that ends it",
         FOLDER + "programs.py",
         "    remaining = jnp.where(_ends(tokens, end_tokens) & ~endless, 0, remaining)\n",
         "",
         (f"{GENERATE}::test_first_token_ends_request",),
-    ),
-    Mutant(
-        "generation: copies of a prompt draw alike",
-        FOLDER + "requests.py",
-        "copies[equal] += 1",
-        "copies[equal] += 0",
-        (f"{SAMPLING}::test_copies_differ_and_seeds_decide",),
     ),
     Mutant(
         "generation: a cancelled prompt is read for nobody",
@@ -156,13 +120,6 @@ MUTANTS = [
         (f"{READING}::test_long_prompt_is_not_starved",),
     ),
     Mutant(
-        "generation: answers wait for more prompt tokens than they are told",
-        FOLDER + "engine.py",
-        "room -= batch.shape.most",
-        "room -= 0",
-        (f"{FAIRNESS}::test_pauses_are_bounded_by_prefill_tokens",),
-    ),
-    Mutant(
         "generation: the oldest request of the lowest priority is preempted",
         FOLDER + "scheduler.py",
         "max(reversed(self.running), key=",
@@ -170,32 +127,11 @@ MUTANTS = [
         (f"{FAIRNESS}::test_youngest_of_lowest_priority_is_preempted_and_returns_first",),
     ),
     Mutant(
-        "generation: a preempted request waits behind others of its priority",
-        FOLDER + "scheduler.py",
-        "bisect.insort_left(self.waiting",
-        "bisect.insort_right(self.waiting",
-        (f"{FAIRNESS}::test_youngest_of_lowest_priority_is_preempted_and_returns_first",),
-    ),
-    Mutant(
-        "generation: urgent requests wait for what is read for others",
-        FOLDER + "scheduler.py",
-        "if each.request.priority <= request.priority]",
-        "if True]",
-        (f"{FAIRNESS}::test_urgent_request_does_not_wait_for_less_urgent_prefix",),
-    ),
-    Mutant(
         "generation: an answer takes the position after the last",
         FOLDER + "requests.py",
         "max_new_tokens = min(sampling.max_new_tokens, room)",
         "max_new_tokens = min(sampling.max_new_tokens, room + 1)",
         (f"{GENERATE}::test_ends_at_the_last_position",),
-    ),
-    Mutant(
-        "generation: the newest token counts as cached",
-        FOLDER + "requests.py",
-        "seen = request.seen + prompt_tokens + len(request.generated) - 1",
-        "seen = request.seen + prompt_tokens + len(request.generated)",
-        (f"{GENERATE}::test_usage_of_plain_cache",),
     ),
     Mutant(
         "generation: the reads of selection leave out the pages' bounds",
@@ -219,34 +155,6 @@ MUTANTS = [
         ("tests/generation/test_budgets.py::test_cut_prompt_frees_pages",),
     ),
     Mutant(
-        "generation: a lane that is emptied keeps what its policy remembers",
-        FOLDER + "programs.py",
-        "row_state=jax.tree.map(lambda old, new: reset(old, new[None]), cache.row_state, fresh),",
-        "row_state=cache.row_state,",
-        (f"{GENERATE}::test_answers_are_the_argmax_of_the_logits[tova]",),
-    ),
-    Mutant(
-        "generation: copies of a sequence keep the state of their own rows",
-        FOLDER + "programs.py",
-        "seen=take(cache.seen[None])[0],\n        row_state=jax.tree.map(take, cache.row_state),",
-        "seen=take(cache.seen[None])[0],\n        row_state=cache.row_state,",
-        (f"{GENERATE}::test_chains_answer_as_prompt_alone[dms]",),
-    ),
-    Mutant(
-        "generation: copies of a sequence lack the values in host memory",
-        FOLDER + "runner.py",
-        "self.host.copy(pairs[0])",
-        "pass",
-        (f"{GENERATE}::test_chains_answer_as_prompt_alone[kcache]",),
-    ),
-    Mutant(
-        "generation: what an interrupt stops of a use is counted twice",
-        FOLDER + "requests.py",
-        "meter = dataclasses.replace(request.meter)",
-        "meter = request.meter",
-        (f"{CALLS}::test_interrupt_during_usage_accounting_loses_nothing",),
-    ),
-    Mutant(
         "generation: steps behind a stop string count",
         FOLDER + "requests.py",
         "np.concatenate(self.steps, axis=1)[:, : len(self.generated) - 1]",
@@ -268,13 +176,6 @@ MUTANTS = [
         (f"{SHARED}::test_prompts_of_different_longest_lengths_share_nothing",),
     ),
     Mutant(
-        "generation: chains that did not fit are let in again for their first chunk",
-        FOLDER + "scheduler.py",
-        "request.slots = lengths[:, source].copy()",
-        "pass",
-        (f"{SHARED}::test_chains_wait_for_memory_without_preemption",),
-    ),
-    Mutant(
         "generation: something is put back while an answer of one token fills the pool",
         FOLDER + "engine.py",
         "if self.in_flight.drawn or self.in_flight.programs:",
@@ -282,46 +183,11 @@ MUTANTS = [
         (AT_RANDOM,),
     ),
     Mutant(
-        "generation: a chain that waits is not told that its first token ended it",
-        FOLDER + "scheduler.py",
-        "changed = [each for each in self._left.values() if each.has_new_tokens]",
-        "changed = []",
-        (f"{SHARED}::test_chain_of_one_token_needs_no_copy",),
-    ),
-    Mutant(
         "generation: a stop string that overlaps with itself is missed",
         FOLDER + "text.py",
         "matched = self._shorter_than(matched)",
         "matched = 0",
         (f"{STOPS}::test_stop_strings_equal_a_search",),
-    ),
-    Mutant(
-        "generation: each token of a large chunk is decoded with all before it",
-        FOLDER + "text.py",
-        "self._commit(stream, tokens, end)  # so",
-        "pass  # so",
-        (f"{TEXT}::test_large_chunk_is_searched_in_short_windows",),
-    ),
-    Mutant(
-        "generation: the first part of a character is taken for a stop string",
-        FOLDER + "text.py",
-        "most = max(1, sum(map(self._is_byte, run)))",
-        "most = 0",
-        (f"{TEXT}::test_incomplete_character_is_no_stop_string",),
-    ),
-    Mutant(
-        "generation: a part of a character at the end of an answer is no stop string",
-        FOLDER + "text.py",
-        "first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1",
-        "first = stream.seen + 1",
-        (f"{TEXT}::test_broken_character_is_stop_string",),
-    ),
-    Mutant(
-        "generation: a large chunk of spaces is looked at as a whole",
-        FOLDER + "text.py",
-        "few = len(tokens) - stream.committed <= _MOST_PENDING",
-        "few = True",
-        (f"{TEXT}::test_broken_characters_after_spaces_do_not_depend_on_chunks",),
     ),
     Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",
@@ -343,34 +209,6 @@ MUTANTS = [
         "past = Past(history.before, history.seen, base=0)",
         "past = Past(history.before, history.seen)",
         (f"{TALK}::test_questions_prefill_their_context_once[keeps]",),
-    ),
-    Mutant(
-        "generation: requests that wait outlive their cancellation",
-        FOLDER + "scheduler.py",
-        "asked = [each for each in self.waiting if each.index in cancelled] if cancelled else []",
-        "asked = []",
-        ("tests/generation/test_cancel.py::test_cancel_running_and_queued_requests[keeps]",),
-    ),
-    Mutant(
-        "generation: the first token of a chain is drawn at the position of its empty lane",
-        FOLDER + "runner.py",
-        "self.seen[sources].astype(np.int32),",
-        "self.seen.astype(np.int32),",
-        (f"{SHARED}::test_equal_prompts_among_others_are_prefilled_once",),
-    ),
-    Mutant(
-        "generation: an answer that was put back goes on from its first token",
-        FOLDER + "in_flight.py",
-        "running[lane].generated[-1] for lane in continued",
-        "running[lane].generated[0] for lane in continued",
-        (f"{AT_RANDOM}",),
-    ),
-    Mutant(
-        "generation: what was launched does not count for what remains",
-        FOLDER + "in_flight.py",
-        "return remaining - np.minimum(self.runner.reservation.steps_in_flight, remaining)",
-        "return remaining",
-        (f"{AT_RANDOM}",),
     ),
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",

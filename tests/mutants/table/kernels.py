@@ -15,20 +15,15 @@ RECEIVED = "tests/pallas_kernels/received/test_received.py"
 RECEIVED_VISITS = f"{RECEIVED}::test_the_plan_visits_visible_tiles_and_compares_partial_ones"
 RECEIVED_SUMS = f"{RECEIVED}::test_gpu_kernel_in_the_interpreter[['reused', 'ragged']]"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
-VISITS = f"{PREFILL}::test_the_plan_visits_exactly_the_visible_tiles"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
 KERNELS = "tests/pallas_kernels/training/test_kernels.py"
 MMA_TRAINING = f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_mma-['odd_group']]"
-WIDE_TRAINING = (
-    f"{KERNELS}::test_gpu_kernels_in_the_interpreter[mosaic_gpu-['one_token', 'dim_256']]"
-)
 MMA_PROMPT = f"{PREFILL}::test_gpu_kernel_in_the_interpreter[mosaic_mma-['small_pages']]"
 WRITE = "pallas_kernels/update/"
 WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
 SERVING = "tests/pallas_kernels/test_serving.py::test_gpu_implementations"
 
 DISPATCH = "tests/pallas_kernels/decode/test_dispatch.py"
-TRAINING_MEMORY = "tests/pallas_kernels/training/test_shared_memory.py"
 SHARED = "tests/pallas_kernels/decode/test_shared_memory.py"
 
 MUTANTS = [
@@ -109,13 +104,6 @@ MUTANTS = [
         (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_gpu-base]",),
     ),
     Mutant(
-        "kernels: Hopper's plan counts rows that are not there",
-        DECODE + "mosaic_plan.py",
-        "real = column + chunk * _CHUNK < rows",
-        "real = column + chunk * _CHUNK <= rows",
-        (f"{PLAN}::test_kernel_plan_equals_xla_plan_in_the_interpreter",),
-    ),
-    Mutant(
         "kernels: a far tile holds a distance within the window",
         TRAINING + "gpu_tiles.py",
         "far_end = lax.div(jnp.maximum(q0 - window, 0), jnp.int32(block))",
@@ -123,39 +111,11 @@ MUTANTS = [
         (f"{TILES}::test_gpu_zones_match_token_distances",),
     ),
     Mutant(
-        "kernels: the diagonal tile of a key block larger than the queries is left out",
-        TRAINING + "gpu_tiles.py",
-        "end = ceil_div(q0 + rows, block)",
-        "end = lax.div(q0 + rows, jnp.int32(block))",
-        (f"{TILES}::test_gpu_zones_match_token_distances",),
-    ),
-    Mutant(
-        "kernels: a ring of tiles counts keys without their values",
-        "pallas_kernels/shared_memory.py",
-        'for x in scratch.values() if hasattr(x, "shape")]',
-        'for name, x in scratch.items() if hasattr(x, "shape") and name != "v_tiles"]',
-        (TRAINING_MEMORY,),
-    ),
-    Mutant(
         "kernels: Ampere's forward forgets to shrink what it has summed",
         TRAINING + "mma_forward.py",
         "accumulator = accumulator * tiles.rows_of(shrink, accumulator.shape)",
         "accumulator = accumulator * 1.0",
         (MMA_TRAINING,),
-    ),
-    Mutant(
-        "kernels: Ampere's key gradient reads the queries of its first head alone",
-        TRAINING + "mma_key_gradient.py",
-        "head = kv_head * group + index",
-        "head = kv_head * group + 0 * index",
-        (MMA_TRAINING,),
-    ),
-    Mutant(
-        "kernels: the bias gradient of wide keys counts the window",
-        TRAINING + "gpu_wide_gradients.py",
-        "dbias = dbias + jnp.where(distance < -problem.window, ds, 0.0).sum(axis=1)",
-        "dbias = dbias + ds.sum(axis=1)",
-        (WIDE_TRAINING,),
     ),
     Mutant(
         "kernels: queries are near one tile too long",
@@ -187,72 +147,6 @@ MUTANTS = [
         (SERVING,),
     ),
     Mutant(
-        "kernels: documents that touch in one block do not meet",
-        TRAINING + "gpu_tiles.py",
-        "return (low[0] <= high[1]) & (low[1] <= high[0])",
-        "return (low[0] < high[1]) & (low[1] < high[0])",
-        (f"{TILES}::test_blocks_of_one_document_are_visited",),
-    ),
-    Mutant(
-        "kernels: a far block on TPU holds a distance of the window",
-        TRAINING + "tpu_blocks.py",
-        "far = below & (q0 - (k0 + problem.keys - 1) > problem.window)",
-        "far = below & (q0 - (k0 + problem.keys - 1) >= problem.window)",
-        (
-            f"{TILES}::test_tpu_zones_match_token_distances",
-            f"{TILES}::test_tpu_zones_at_the_window_border",
-        ),
-    ),
-    Mutant(
-        "kernels: a key block's last query block on TPU is one too early",
-        TRAINING + "tpu_blocks.py",
-        "last = meet.shape[1] - 1 - jnp.argmax(meet[:, ::-1], axis=1)",
-        "last = jnp.maximum(meet.shape[1] - 2 - jnp.argmax(meet[:, ::-1], axis=1), 0)",
-        (f"{TILES}::test_tpu_bounds_reach_every_block_of_a_document",),
-    ),
-    Mutant(
-        "kernels: decoding on TPU looks for the table of a row in one of two places",
-        DECODE + "tpu.py",
-        "entry = (of_step & (sizes.tables - 1)) * sizes.columns + first",
-        "entry = (of_step & 1) * sizes.columns + first",
-        (f"{INTERPRETED}::test_kernel_agrees_with_the_oracle[mosaic_tpu-base]",),
-    ),
-    Mutant(
-        "kernels: buffers of prompts on TPU are no power of two, and two tiles have one",
-        "pallas_kernels/prefill/tpu.py",
-        "BUFFERS = 8",
-        "BUFFERS = 6",
-        (f"{PREFILL}::test_tpu_kernel_in_the_interpreter[long_past]",),
-    ),
-    Mutant(
-        "kernels: blocks on TPU of more scores than fit",
-        TRAINING + "tpu_blocks.py",
-        "wide = max(1, D * dtype.itemsize // 256)",
-        "wide = 1",
-        (f"{TILES}::test_tpu_blocks_stay_within_memory",),
-    ),
-    Mutant(
-        "kernels: an evicted key is hidden one query early",
-        "pallas_kernels/prefill/tiles.py",
-        "chunk_until = jnp.where(evicted, position + window, ALWAYS)",
-        "chunk_until = jnp.where(evicted, position + window - 1, ALWAYS)",
-        (VISITS,),
-    ),
-    Mutant(
-        "kernels: a tile is whole for its first query alone",
-        "pallas_kernels/prefill/tiles.py",
-        "full = (by_tile(until).min(-1) >= real_last) & (by_tile(since).max(-1) <= first)",
-        "full = (by_tile(until).min(-1) >= first) & (by_tile(since).max(-1) <= first)",
-        (VISITS,),
-    ),
-    Mutant(
-        "kernels: a list by counting puts whole tiles where partial ones belong",
-        "pallas_kernels/prefill/tiles.py",
-        "before = jnp.where(position < first, count[0] <= position, count[1] <= position - first)",
-        "before = jnp.where(position <= first, count[0] <= position, count[1] <= position - first)",
-        (VISITS,),
-    ),
-    Mutant(
         "kernels: pieces of a block are looked for among whole blocks",
         "pallas_kernels/fetch/gpu.py",
         "source = store_ref.at[pl.ds(chosen * piece, piece)]",
@@ -267,24 +161,10 @@ MUTANTS = [
         (RECEIVED_VISITS,),
     ),
     Mutant(
-        "kernels: received attention compares nothing after the first whole tile of keys",
-        "pallas_kernels/received/gpu.py",
-        "whole_end = jnp.where(whole, NEVER, key_tile).min(3)",
-        "whole_end = jnp.where(whole, key_tile + 1, 0).max(3)",
-        (RECEIVED_VISITS,),
-    ),
-    Mutant(
         "kernels: keys receive what queries of padding would give",
         "pallas_kernels/received/gpu.py",
         "return jnp.where(positions >= 0, maximum + jnp.log(total) * LOG2E, NOTHING)",
         "return maximum + jnp.log(total) * LOG2E",
-        (RECEIVED_SUMS,),
-    ),
-    Mutant(
-        "kernels: keys receive from the first head of a group alone",
-        "pallas_kernels/received/gpu.py",
-        "head = kv_head * group + lax.div(step, visits)",
-        "head = kv_head * group + 0 * lax.div(step, visits)",
         (RECEIVED_SUMS,),
     ),
     Mutant(

@@ -4,9 +4,6 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = "dms_jax/generation/"
 PROMPTS = "tests/generation/test_prompt_programs.py"
-READING = "tests/generation/test_prefill_queue.py"
-SHAPES = "tests/generation/test_shapes.py"
-TALK = "tests/generation/test_conversation.py"
 UNPADDED = "tests/model/test_unpadded.py"
 
 MUTANTS = [
@@ -25,27 +22,6 @@ MUTANTS = [
         (f"{UNPADDED}::test_packing_keeps_positions_and_logits",),
     ),
     Mutant(
-        "generation: positions of tokens in line are those of the line",
-        "dms_jax/model/unpadded.py",
-        "positions=positions,",
-        "positions=self.place_of.astype(positions.dtype),",
-        (f"{UNPADDED}::test_packing_keeps_positions_and_logits",),
-    ),
-    Mutant(
-        "generation: tokens are computed by sequence where they stand in line",
-        FOLDER + "programs.py",
-        "line = None if places is None else Unpadded.of(counts, tokens.shape[1], places)",
-        "line = None",
-        (f"{PROMPTS}::test_products_have_one_row_per_place",),
-    ),
-    Mutant(
-        "generation: a program takes prompts for which it has no places",
-        FOLDER + "prefill.py",
-        "room -= count",
-        "room -= 0",
-        (f"{SHAPES}::test_all_prompts_run_in_few_shapes",),
-    ),
-    Mutant(
         "generation: prompts have no padding on meshes that split heads alone",
         FOLDER + "runner.py",
         "unpadded=few and not self._on_mesh,",
@@ -58,26 +34,5 @@ MUTANTS = [
         "        return self.budget_for(tokens)",
         "        return self.budget_for(tokens) + 1",
         ("tests/laws/test_layers.py::test_prompt_within_budget_attends_in_one_pass",),
-    ),
-    Mutant(
-        "generation: what a later turn of a conversation has in one pass begins anew",
-        FOLDER + "prefill.py",
-        "return max(0, policy.kept_whole(max_length) - seen)",
-        "return max(0, policy.kept_whole(max_length))",
-        (TALK,),
-    ),
-    Mutant(
-        "generation: the end of what attends in one pass ends its prompt",
-        FOLDER + "prefill.py",
-        "return item.done + len(tokens) == len(item.prompt)",
-        "return len(tokens) == item.left",
-        (f"{READING}::test_one_pass_tokens_share_no_program_with_others",),
-    ),
-    Mutant(
-        "generation: chunks that end no prompt are compiled when the first one comes",
-        FOLDER + "precompile.py",
-        "(shape, ends or not cuts_prompts(runner.policy, shape))",
-        "(shape, True)",
-        (f"{PROMPTS}::test_prompts_share_compiled_programs[cuts]",),
     ),
 ]

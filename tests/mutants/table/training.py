@@ -46,13 +46,6 @@ MUTANTS = [
         ("tests/training/test_scorers.py::test_importance_includes_low_rank_updates",),
     ),
     Mutant(
-        "training: distillation is divided by all tokens",
-        FOLDER + "step.py",
-        "position=1 / jnp.maximum(compared.sum(), 1).astype(wide),",
-        "position=jnp.asarray(1 / compared.size, wide),",
-        (f"{COUNTS}::test_teacher_is_fixed_and_uncounted_tokens_ignored",),
-    ),
-    Mutant(
         "training: compression shares count padding",
         FOLDER + "step.py",
         "shares = compression_loss.evicted_shares(result.decisions, sequences.valid)",
@@ -67,25 +60,11 @@ MUTANTS = [
         (f"{COUNTS}::test_the_last_token_of_a_sequence_predicts_nothing",),
     ),
     Mutant(
-        "training: Adam keeps its moments after the neurons are zeroed",
-        FOLDER + "trainer.py",
-        "self.state = self._init_state(self.state.step, arrays)",
-        "self.state = TrainState(self.state.step, arrays, self.state.optimizer)",
-        (f"{COUNTS}::test_moments_are_reset_after_the_decay",),
-    ),
-    Mutant(
         "training: every pass of a step has the same noise",
         FOLDER + "step.py",
         "noise_keys = jax.vmap(fold)(own_numbers)",
         "noise_keys = jax.vmap(fold)(jnp.arange(len(own_numbers)))",
         (f"{STEP}::test_every_pass_draws_its_own_noise",),
-    ),
-    Mutant(
-        "training: every step has the same noise",
-        FOLDER + "step.py",
-        "key = jax.random.fold_in(schedule.key, state.step)",
-        "key = jax.random.fold_in(schedule.key, 0)",
-        (f"{COUNTS}::test_noise_differs_by_step_and_follows_the_seed",),
     ),
     Mutant(
         "training: the adapter is cast for the passes",
@@ -100,14 +79,6 @@ MUTANTS = [
         "first = (chunk.tokens.positions == 0)[:, None]",
         "first = (chunk.tokens.positions < 0)[:, None]",
         ("tests/policies/test_merging.py::test_soft_form_does_not_cross_documents",),
-    ),
-    Mutant(
-        "training: the held-out loss is the mean of its batches",
-        FOLDER + "held_out.py",
-        "total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)",
-        """total, count = np.sum(jax.device_get(sums), axis=0) if sums else (0.0, 0.0)
-            total = np.mean([float(a / b) for a, b in sums]) * count if count else total""",
-        (f"{COUNTS}::test_the_held_out_loss_is_a_mean_over_tokens",),
     ),
     Mutant(
         "training: weight decay pulls at the old, clipped gradient alone",
@@ -126,13 +97,6 @@ MUTANTS = [
         "before = recipe.progress(step - 1, policy) if step else None",
         "before = recipe.progress(step, policy) if step else None",
         (f"{RETROFIT}::test_the_borrowed_neuron_decays_and_is_zeroed",),
-    ),
-    Mutant(
-        "training: a snapshot is taken a step late",
-        FOLDER + "loop.py",
-        "if self._recipe.progress(done, self._policy).compression_ratio >= ratio - 1e-9:",
-        "if self._recipe.progress(done - 1, self._policy).compression_ratio >= ratio - 1e-9:",
-        (f"{RETROFIT}::test_snapshots_are_the_models_at_their_ratios",),
     ),
     Mutant(
         "training: the warm-up starts at no rate at all",
@@ -175,13 +139,6 @@ MUTANTS = [
         "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",
         "self._directory.checkpoints.discard(step)",
         (f"{CHECKPOINTS}::test_checkpoints_followed_only_by_nan_are_dropped",),
-    ),
-    Mutant(
-        "run directory: other data are taken for the same",
-        FOLDER + "api.py",
-        '"data": digest,',
-        '"data": None,',
-        (f"{CHECKPOINTS}::test_other_data_and_weights_are_refused",),
     ),
     Mutant(
         "data: a place behind the end of a document is taken",
