@@ -193,6 +193,8 @@ class GgufFile:
 
     def _data_start(self, header: "_Header") -> int:
         alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise header.damaged(f"general.alignment is {plain(alignment)}, not a power of two")
         return -(-header.position // alignment) * alignment
 
 
