@@ -95,7 +95,7 @@ def read_json(directory: pathlib.Path, name: str) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        value = json.loads(content)
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{directory / name} cannot be read as JSON: {plain(error, 200)}"
