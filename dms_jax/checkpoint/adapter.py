@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from dms_jax import policies
-from dms_jax.checkpoint import names, staging
-from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, find, is_directory, read_json
+from dms_jax.checkpoint import names
+from dms_jax.checkpoint.files import expanded, find, is_directory, read_json
 from dms_jax.checkpoint.low_rank import is_low_rank
 from dms_jax.checkpoint.weights import Tensors, Weights
 from dms_jax.config import ModelConfig
@@ -140,10 +140,9 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
     directory = expanded(path)
-    staging.restore(directory)
     if not is_directory(directory):
         raise CheckpointError(f"there is no directory {directory} of an adapter")
-    fields = read_json(directory, ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
+    fields = read_json(directory, ADAPTER_CONFIG)
     if fields is None:
         hint = f"; the directory of an adapter holds {ADAPTER_CONFIG} and {ADAPTER_TENSORS}"
         if find(directory, "config.json"):

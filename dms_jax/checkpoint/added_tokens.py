@@ -22,7 +22,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_json
+from dms_jax.checkpoint.files import read_json
 from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, plain
 
@@ -141,7 +141,7 @@ def read_declared_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> 
     if given is not None:
         by_id = _by_id(given)
     else:
-        tables[_MAP] = read_json(directory, _MAP, max_bytes=MAX_TOKENIZER_CONFIG_BYTES) or {}
+        tables[_MAP] = read_json(directory, _MAP) or {}
     named = {}
     for name in NAMED:
         for place, fields in tables.items():
@@ -153,7 +153,7 @@ def read_declared_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> 
     extra = tuple(_extra(tables))
     if given is None:
         name = "added_tokens.json"
-        ids = read_json(directory, name, max_bytes=MAX_TOKENIZER_CONFIG_BYTES) or {}
+        ids = read_json(directory, name) or {}
         special = {token.content for token in (*named.values(), *extra)}
         for text, index in ids.items():
             if not is_whole(index) or index < 0:
@@ -166,7 +166,7 @@ def class_of(directory: pathlib.Path, config: Mapping[str, Any]) -> str | None:
     """The class of transformers that reads a tokenizer: "llama", "qwen2", "gpt2", ...; or None."""
     name = config.get("tokenizer_class")
     if name is None:
-        fields = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+        fields = read_json(directory, "config.json") or {}
         name = fields.get("tokenizer_class") or fields.get("model_type")
         name = {"qwen3": "qwen2", "mistral": "llama"}.get(str(name), name)
     if name is None:

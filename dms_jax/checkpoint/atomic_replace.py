@@ -1,7 +1,10 @@
 """Replace a checkpoint directory atomically, and never delete foreign files.
 
-The new checkpoint is complete and flushed in a staging directory (`staging`) before two renames
-exchange it for the old one.
+    out/                      the old checkpoint
+    .out.saving-k3x9/new/     the new one, until it is complete and flushed
+    .out.saving-k3x9/old/     the old one, until the new one has taken its place
+
+A killed save leaves its directory `.out.saving-...`, which may be deleted once `out` is there.
 """
 
 import contextlib
@@ -10,10 +13,10 @@ import fnmatch
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS
-from dms_jax.checkpoint.staging import remove_leftovers, stage_beside
 from dms_jax.checkpoint.weights import INDEX, SINGLE, shard_names
 from dms_jax.errors import CheckpointError, plain
 
@@ -70,11 +73,12 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
         CheckpointError: the target contains files that are not part of this layout.
         OSError: a file cannot be written.
     """
-    remove_leftovers(target)
     own, documents = _classify_files(target, layout)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with stage_beside(target) as stage:
-        new = stage / "new"
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}.saving-", dir=target.parent, ignore_cleanup_errors=True
+    ) as stage:
+        new = pathlib.Path(stage, "new")
         new.mkdir()
         yield new
         for name in documents:

@@ -23,12 +23,10 @@ from tokenizers import (
 from dms_jax.checkpoint import sentencepiece
 from dms_jax.checkpoint.added_tokens import class_of
 from dms_jax.checkpoint.files import (
-    MAX_VOCABULARY_BYTES,
     read,
     read_json,
     read_text,
 )
-from dms_jax.checkpoint.tokenizer_limits import check_layout
 from dms_jax.errors import CheckpointError, DmsJaxError, plain
 
 # The pre-tokenizer of Qwen2 and later: bytes are merged within its matches.
@@ -65,18 +63,17 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     Raises:
         CheckpointError: the files are damaged, or of an unsupported kind.
     """
-    fast = read(directory, "tokenizer.json", max_bytes=MAX_VOCABULARY_BYTES)
+    fast = read(directory, "tokenizer.json")
     if fast is not None:
         with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
-            check_layout(fast)
             backend = tokenizers.Tokenizer.from_buffer(fast)
             # Before encoding anything: padding to 10^18 tokens would exhaust the memory.
             backend.no_padding()
             backend.no_truncation()
             return backend
-    pieces = read(directory, "tokenizer.model", max_bytes=MAX_VOCABULARY_BYTES)
-    vocabulary = read_json(directory, "vocab.json", max_bytes=MAX_VOCABULARY_BYTES)
-    merges = read_text(directory, "merges.txt", max_bytes=MAX_VOCABULARY_BYTES)
+    pieces = read(directory, "tokenizer.model")
+    vocabulary = read_json(directory, "vocab.json")
+    merges = read_text(directory, "merges.txt")
     if pieces is not None:
         model = sentencepiece.parse(pieces)
         if config.get("add_prefix_space") is False:

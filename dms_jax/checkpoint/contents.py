@@ -11,9 +11,9 @@ import warnings
 from typing import Any
 
 from dms_jax.assets import BASES
-from dms_jax.checkpoint import mxfp4, names, staging
+from dms_jax.checkpoint import mxfp4, names
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, of_run
-from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, is_directory, read_json
+from dms_jax.checkpoint.files import expanded, is_directory, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.checkpoint.weights import Tensors, Weights, tensor_files
@@ -60,7 +60,7 @@ def read_checkpoint(place: pathlib.Path) -> Contents:
 
 
 def _read_directory(directory: pathlib.Path) -> Contents:
-    hf_config = read_json(directory, "config.json", max_bytes=MAX_CONFIG_BYTES)
+    hf_config = read_json(directory, "config.json")
     if hf_config is None:
         if (directory / ADAPTER_CONFIG).exists():
             base = BASES.get(directory.name)
@@ -120,7 +120,6 @@ def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
             f"{plain(repr(path))}"
         )
     directory = expanded(path)
-    staging.restore(directory)
     if is_directory(directory):
         return directory
     from dms_jax.checkpoint import gguf
@@ -175,7 +174,7 @@ def _generation_defaults(
     Raises:
         CheckpointError: an id is outside the vocabulary.
     """
-    fields = read_json(directory, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+    fields = read_json(directory, "generation_config.json") or {}
 
     def ids(name: str) -> dict[str, tuple[int, ...]]:
         own = getattr(tokenizer, name, None)

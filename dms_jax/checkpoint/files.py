@@ -1,31 +1,11 @@
-"""Read the files of a checkpoint directory, which is untrusted input.
+"""Find and read the files of a checkpoint directory."""
 
-Every file of a checkpoint is found and read here. It must be a regular file (no pipe, no device)
-inside the checkpoint (no link to private keys), within a size limit for its kind.
-"""
-
-import errno
 import json
 import os
 import pathlib
-import re
-import stat
 from typing import Any
 
 from dms_jax.errors import CheckpointError, plain
-
-# The most bytes by kind of file. A config takes a few kB, even with a list of a hundred layer
-# types. The largest vocabularies in use take about 70 MB as JSON, the largest index a few MB.
-MAX_CONFIG_BYTES = 2**20
-MAX_TEMPLATE_BYTES = 2**20
-MAX_INDEX_BYTES = 64 * 2**20
-MAX_TOKENIZER_CONFIG_BYTES = 16 * 2**20
-MAX_VOCABULARY_BYTES = 128 * 2**20
-
-_SHARED_BLOBS = ".huggingface-shared-blobs"  # huggingface_hub's mark of a folder of shared files
-
-# Half of a surrogate pair, escaped as in JSON. Text with one cannot be encoded.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -56,74 +36,46 @@ def is_directory(path: pathlib.Path) -> bool:
 
 
 def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
-    """Find the regular file of this name in a checkpoint, following links; None if there is none.
-
-    Links are followed only within the checkpoint, and from a hub cache's `snapshots/` into its
-    `blobs/`.
+    """Find the file of this name in a checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: the name leads out of the directory, the file is a link that is broken or
-            leaves it, or it is not a regular file.
+        CheckpointError: the name leads out of the directory, or is not that of a file.
     """
     if name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
         raise CheckpointError(
             f"the name {plain(name)} leaves the checkpoint directory; it is refused"
         )
-    try:
-        os.lstat(os.path.join(directory, name))  # first, because an index may name 100,000 files
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise _unreadable(directory / name, error) from error
     path = directory / name
     try:
-        resolved = pathlib.Path(os.path.realpath(path, strict=True))
-        if not any(resolved.is_relative_to(place) for place in _places(directory)):
-            raise CheckpointError(
-                f"{plain(name)} is a link that leaves the checkpoint directory; it is refused: "
-                "copy the file itself into the directory"
-            )
-        mode = resolved.stat().st_mode
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{plain(name)} is a link to a file that is not there; copy or download it again"
-        ) from error
-    except (OSError, ValueError) as error:
+        if path.is_file():
+            return path
+        there = os.path.lexists(path)
+    except OSError as error:
         raise _unreadable(path, error) from error
-    if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    if there:
         raise CheckpointError(
-            f"{plain(name)} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; it is not "
-            "read: remove it, or download the checkpoint again"
+            f"{path} is not a file, or a link to a file that is not there; copy or download it "
+            "again"
         )
-    return resolved
+    return None
 
 
-def read(directory: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
+def read(directory: pathlib.Path, name: str) -> bytes | None:
     """Read a file of a checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: see `find`; or the file is too large, or cannot be read.
+        CheckpointError: see `find`; or the file cannot be read.
     """
     path = find(directory, name)
-    if path is None:
-        return None
     try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+        return None if path is None else path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
-    if len(content) > max_bytes:
-        raise CheckpointError(
-            f"{plain(name)} has more than the {max_bytes} bytes that such a file can need: it is "
-            "not what its name says"
-        )
-    return content
+        raise _unreadable(directory / name, error) from error
 
 
-def read_text(directory: pathlib.Path, name: str, *, max_bytes: int) -> str | None:
+def read_text(directory: pathlib.Path, name: str) -> str | None:
     """Read a file of UTF-8 text; see `read`."""
-    content = read(directory, name, max_bytes=max_bytes)
+    content = read(directory, name)
     try:
         return None if content is None else content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -133,26 +85,18 @@ def read_text(directory: pathlib.Path, name: str, *, max_bytes: int) -> str | No
         ) from error
 
 
-def read_json(directory: pathlib.Path, name: str, *, max_bytes: int) -> dict[str, Any] | None:
+def read_json(directory: pathlib.Path, name: str) -> dict[str, Any] | None:
     """Read a file that contains a JSON object; see `read`.
 
     Raises:
-        CheckpointError: as for `read`; or it is not JSON, not an object, or has an incomplete
-            surrogate pair.
+        CheckpointError: as for `read`; or it is not JSON, or not an object.
     """
-    content = read(directory, name, max_bytes=max_bytes)
+    content = read(directory, name)
     if content is None:
         return None
     try:
         value = json.loads(content.decode("utf-8"))
-        if _SURROGATE.search(content):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise CheckpointError(
-            f"{directory / name} holds half of a surrogate pair, which is no character; write the "
-            "text again"
-        ) from error
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{directory / name} cannot be read as JSON: {plain(error, 200)}"
         ) from error
@@ -163,25 +107,5 @@ def read_json(directory: pathlib.Path, name: str, *, max_bytes: int) -> dict[str
     return value
 
 
-def _places(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Directories that may contain the files of a checkpoint: itself, and those of its hub cache.
-
-    # cache/models--owner--name/snapshots/0123abcd/config.json -> ../../blobs/4567 (a file),
-    # which may itself be a link -> ../../blobs/89/89ab, shared by the models of the cache
-    """
-    root = pathlib.Path(os.path.realpath(directory, strict=True))
-    if root.parent.name != "snapshots":
-        return [root]
-    model = root.parent.parent
-    own, shared = model / "blobs", model.parent / "blobs"
-    # A linked folder could point anywhere.
-    places = [own] if own.is_dir() and not own.is_symlink() else []
-    if (shared / _SHARED_BLOBS).is_file() and not shared.is_symlink():
-        places.append(shared)
-    return [root, *places]
-
-
-def _unreadable(path: pathlib.Path, error: OSError | ValueError) -> CheckpointError:
-    circle = isinstance(error, OSError) and error.errno == errno.ELOOP
-    why = "its links lead in a circle" if circle else error
-    return CheckpointError(f"{path} cannot be read: {why}")
+def _unreadable(path: pathlib.Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error}")

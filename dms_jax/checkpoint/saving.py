@@ -25,7 +25,7 @@ from dms_jax import processes
 from dms_jax.checkpoint.adapter_saving import AdapterSaving
 from dms_jax.checkpoint.atomic_replace import CHECKPOINT, atomic_replace, flush
 from dms_jax.checkpoint.distributed_save import Saving
-from dms_jax.checkpoint.files import MAX_CONFIG_BYTES, expanded, read_json
+from dms_jax.checkpoint.files import expanded, read_json
 from dms_jax.checkpoint.policy_fields import policy_to_hf
 from dms_jax.checkpoint.shard_plan import list_tensors, own_tensors, plan_shards
 from dms_jax.checkpoint.tensor_files import write_index, write_json, write_tensors
@@ -156,7 +156,7 @@ class _ModelSaving(Saving):
         """Create the directory and write all files but the tensors."""
         directory = self._replacement.enter_context(atomic_replace(self._target, CHECKPOINT))
         write_json(directory / "config.json", self._config)
-        before = read_json(self._target, "generation_config.json", max_bytes=MAX_CONFIG_BYTES) or {}
+        before = read_json(self._target, "generation_config.json") or {}
         sampling = {name: value for name, value in before.items() if name not in _SPECIAL_IDS}
         write_json(directory / "generation_config.json", sampling | self._special_ids)
         if self._tokenizer is not None:

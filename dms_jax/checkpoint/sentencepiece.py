@@ -22,9 +22,7 @@ from dms_jax.errors import CheckpointError
 
 SPACE = "\u2581"
 # The most characters of a piece; the trainer's default is 16. All ways to split a piece are tried.
-_LONGEST_PIECE = 4096
 # The most characters in all splits of all pieces; the largest vocabularies in use have 10^7.
-_MOST_CUTS = 2**28
 
 
 class PieceType(enum.IntEnum):
@@ -158,8 +156,6 @@ def _parse(data: bytes) -> SentencePieceModel:
         if number == 1:
             piece = dict(_fields(value))
             pieces.append(piece[1].decode("utf-8"))
-            if len(pieces[-1]) > _LONGEST_PIECE:
-                raise ValueError("a piece longer than any trainer makes")
             scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
             types.append(PieceType(piece.get(3, PieceType.NORMAL)))
         elif number == 2:
@@ -207,11 +203,6 @@ def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
         for index, (piece, kind) in enumerate(zip(model.pieces, model.types, strict=True))
         if kind in usable
     }
-    if sum(len(piece) ** 2 for piece in identifiers) > _MOST_CUTS:
-        raise CheckpointError(
-            "the sentencepiece model has pieces that are longer than any trainer makes: it is not "
-            "what its name says"
-        )
     ranked = []
     for piece, index in identifiers.items():
         for cut in range(1, len(piece)):

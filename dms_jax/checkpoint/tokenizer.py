@@ -18,8 +18,6 @@ from tokenizers import processors
 from dms_jax.checkpoint.added_tokens import class_of, read_declared_tokens, with_defaults
 from dms_jax.checkpoint.backends import library_errors, read_backend
 from dms_jax.checkpoint.files import (
-    MAX_TEMPLATE_BYTES,
-    MAX_TOKENIZER_CONFIG_BYTES,
     expanded,
     find,
     read_json,
@@ -81,7 +79,7 @@ class Tokenizer:
             CheckpointError: the files are damaged, or of an unsupported kind.
         """
         directory = expanded(directory)
-        config = read_json(directory, "tokenizer_config.json", max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
+        config = read_json(directory, "tokenizer_config.json")
         config = {} if config is None else config
         with library_errors(CheckpointError, "the tokenizer's files cannot be read"):
             backend = read_backend(directory, config)
@@ -337,7 +335,7 @@ def _chat_template(
 ) -> str | dict[str, str] | None:
     named = {}
     for name in _template_files(directory):
-        text = read_text(directory, name, max_bytes=MAX_TEMPLATE_BYTES)
+        text = read_text(directory, name)
         if text is not None:
             stem = pathlib.PurePosixPath(name).stem
             named["default" if name == _TEMPLATE else stem] = text
@@ -346,7 +344,7 @@ def _chat_template(
     where, template = "tokenizer_config.json", config.get("chat_template")
     if template is None:
         where = "chat_template.json"
-        beside = read_json(directory, where, max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
+        beside = read_json(directory, where)
         template = (beside or {}).get("chat_template")
     if template is None:
         return None
@@ -359,9 +357,4 @@ def _chat_template(
             named = {}
     if not named or not all(isinstance(x, str) for x in (*named, *named.values())):
         raise CheckpointError(f"{where}: chat_template must be a text or a list of named texts")
-    if sum(map(len, named.values())) > MAX_TEMPLATE_BYTES:
-        raise CheckpointError(
-            f"{where}: the chat_template is longer than {MAX_TEMPLATE_BYTES} "
-            "characters: it is not what its name says"
-        )
     return template if isinstance(template, str) else named

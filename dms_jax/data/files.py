@@ -1,19 +1,21 @@
 """Open data files, for training and for evaluation.
 
-Text files are memory-mapped; those that end in .gz are first unpacked into a temporary file, up to
-a size limit (`decompression`). Tables are read through Arrow (pip install 'dms-jax[data]'), also
-memory-mapped: a table larger than memory takes only the memory of its pages in use. Parquet is
-compressed, so an uncompressed copy is written to a temporary file, up to a size limit.
+Text files are memory-mapped; those that end in .gz are first unpacked into a temporary file. Tables
+are read through Arrow (pip install 'dms-jax[data]'), also memory-mapped: a table larger than memory
+takes only the memory of its pages in use. Parquet is compressed, so an uncompressed copy is written
+to a temporary file.
 """
 
+import gzip
 import json
 import mmap
 import pathlib
 import re
+import shutil
 import tempfile
+import zlib
 from typing import Any
 
-from dms_jax.data.decompression import DAMAGED, SizeLimit, gunzip
 from dms_jax.errors import ConfigError, DataError
 
 # The first ten and the last four bytes of files that are not text.
@@ -53,13 +55,13 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
         if path.suffix != ".gz":
             with path.open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with tempfile.TemporaryFile() as unpacked:
-            unpacked.writelines(gunzip(path))
+        with gzip.open(path) as packed, tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(packed, unpacked)
             unpacked.flush()
             return mmap.mmap(unpacked.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise DataError(f"{path} is empty.") from error
-    except DAMAGED as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
@@ -96,7 +98,7 @@ def open_table(path: pathlib.Path) -> Any:
 
     Raises:
       ConfigError: pyarrow is not installed.
-      DataError: the file is missing, damaged or a pipe, or unpacks to too much.
+      DataError: the file is missing, damaged or a pipe.
     """
     _refuse_pipe(path)
     try:
@@ -122,11 +124,10 @@ def open_table(path: pathlib.Path) -> Any:
 
 def _table_of_copy(pyarrow: Any, path: pathlib.Path) -> Any:
     """Returns a Parquet file's table, from an uncompressed copy that goes with the table."""
-    file, limit = pyarrow.parquet.ParquetFile(path), SizeLimit(path)
+    file = pyarrow.parquet.ParquetFile(path)
     with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
         with pyarrow.ipc.new_stream(copy.name, file.schema_arrow) as writer:
             for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
-                limit.count(batch.nbytes)
                 writer.write_batch(batch)
         # The mapping keeps the file's content once its name is gone.
         return pyarrow.ipc.open_stream(pyarrow.memory_map(copy.name)).read_all()

@@ -8,7 +8,6 @@ from typing import Any
 from dms_jax.data.files import open_table
 from dms_jax.data.records import Fields, Records
 from dms_jax.errors import DataError
-from dms_jax.regular_files import check_regular
 
 
 class Tables(Records):
@@ -68,7 +67,6 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if (path / "dataset_dict.json").exists():
         try:
-            check_regular(path / "dataset_dict.json")
             splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         except (OSError, ValueError, KeyError, TypeError):
             splits = ["..."]
@@ -78,7 +76,6 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         )
     if (path / "state.json").exists():
         try:
-            check_regular(path / "state.json")
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             return [path / entry["filename"] for entry in state["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -23,7 +23,6 @@ from dms_jax.differences import difference
 from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
 from dms_jax.file_lock import lock
 from dms_jax.json_text import json_text
-from dms_jax.regular_files import check_regular
 from dms_jax.training.checkpoints import Checkpoints, Meta
 
 
@@ -110,7 +109,7 @@ class RunDirectory:
 
         Raises:
           ConfigError: the run had other settings.
-          CheckpointError: no checkpoint can be read.
+          CheckpointError: the checkpoint cannot be read.
         """
         state, meta = self.checkpoints.restore(
             abstract_state, self._check_settings, only=self._back_to
@@ -128,7 +127,7 @@ class RunDirectory:
         for step in reversed(self.checkpoints.steps):
             try:
                 meta = self.checkpoints.meta(step)
-            except Exception:  # damaged: `restore` reports it
+            except Exception:  # damaged
                 continue
             again = meta["restarted_from"] == self._restart_from
             return again and meta["settings"] == self._settings
@@ -256,8 +255,6 @@ def _locked(directory: pathlib.Path) -> Any:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-        for name in (".lock", "log.jsonl", ".log.jsonl"):
-            check_regular(directory / name)
         file = (directory / ".lock").open("a")
     except OSError as error:
         raise CheckpointError(

@@ -2,9 +2,7 @@
 
 import json
 import os
-import signal
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from dms_jax import assets
 from dms_jax.checkpoint import atomic_replace, load, save
 from dms_jax.errors import CheckpointError
-from dms_jax.file_lock import lock
 from dms_jax.policies import TOVA, Vanilla
 
 
@@ -191,78 +188,6 @@ def test_file_added_during_a_save_is_kept(stories, out, monkeypatch):
     save(stories, stories.policy, out)
     assert (out / "my_lora.safetensors").read_text() == "precious"
     assert load(out).policy == Vanilla()
-
-
-_KILLED = """
-import os, signal, sys
-from dms_jax import assets
-from dms_jax.checkpoint import atomic_replace, load, save
-from dms_jax.policies import TOVA
-
-model = load(assets.path("stories260k"))
-
-def die(*arguments):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-where, target = sys.argv[1:]
-if where == "between the renames":
-    rename = os.rename
-    os.rename = lambda source, *rest, **options: (
-        die() if os.path.basename(source) == "new" else rename(source, *rest, **options)
-    )
-else:
-    setattr(atomic_replace, where, die)
-save(model, TOVA(budget=8), target)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("where", ["flush", "_swap", "between the renames"])
-def test_next_save_cleans_up_after_a_killed_one(stories, out, tmp_path, where):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", _KILLED, where, str(out)], env=environment)
-    assert done.returncode == -signal.SIGKILL
-    assert len(names(tmp_path)) == (1 if where == "between the renames" else 2)
-    if where == "between the renames":
-        assert names(tmp_path)[0].startswith(".out.saving-")
-        (out.parent / names(tmp_path)[0] / "old" / "LICENSE").write_text("kept")
-    (tmp_path / ".out.saving-link").symlink_to(tmp_path)  # not ours
-    save(stories, stories.policy, out)
-    assert names(tmp_path) == [".out.saving-link", "out"]
-    assert load(out).policy == Vanilla()
-    assert (out / "LICENSE").exists() == (where == "between the renames")
-
-
-def test_load_restores_what_a_killed_save_moved_aside(stories, out, tmp_path):
-    save(stories, TOVA(budget=8), out)
-    stage = tmp_path / ".out.saving-abcd1234"
-    (stage / "new").mkdir(parents=True)
-    out.rename(stage / "old")
-    running = os.open(stage, os.O_RDONLY)
-    assert lock(running)
-    with pytest.raises(CheckpointError, match="there is no directory"):
-        load(out)
-    os.close(running)
-    assert load(out).policy == TOVA(budget=8)
-    assert names(stage) == ["new"]  # left to the next save
-
-
-def test_staging_directory_of_a_running_save_is_left_alone(stories, out, tmp_path):
-    with atomic_replace.atomic_replace(out, atomic_replace.CHECKPOINT) as directory:
-        (directory / "config.json").write_text("{}")
-        # The lock belongs to the open file, so this process meets its own.
-        save(stories, stories.policy, out)
-        assert (directory / "config.json").exists()
-    assert (out / "config.json").read_text() == "{}"
-    assert names(tmp_path) == ["out"]
-
-
-def test_folders_named_like_staging_directories_are_left_alone(stories, out, tmp_path):
-    names_of_others = (".out.saving-mine", ".out.saving-abcd1234", ".out.saving-x.saving-abcd1234")
-    for name, inside in zip(names_of_others, ("new", "notes", "old"), strict=True):
-        (tmp_path / name / inside).mkdir(parents=True)
-    save(stories, stories.policy, out)
-    assert names(tmp_path) == sorted([*names_of_others, "out"])
 
 
 def test_current_directory_is_refused(stories, out, monkeypatch):

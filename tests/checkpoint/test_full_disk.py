@@ -4,8 +4,6 @@ import dataclasses
 import io
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,38 +120,3 @@ def test_failed_write_keeps_old_checkpoint(make, error, there_before, tmp_path, 
     assert at > 8
     assert failed >= {"os.mkdir", "io.open", "os.chmod", "os.fsync", "os.rename", "save_file"}
     assert case.load(out).policy == case.model.policy
-
-
-# A process with a file size limit, so that errors come from the system.
-_LIMITED = """
-import resource, signal, sys
-from dms_jax import assets
-from dms_jax.checkpoint import load, save
-from dms_jax.errors import CheckpointError
-from dms_jax.policies import Vanilla
-
-model = load(assets.path("stories260k"))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for limit in (0, 100, 1_000, 100_000, 1_000_000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        save(model, Vanilla(), sys.argv[1])
-    except CheckpointError:
-        continue
-    sys.exit(f"saved with {limit} bytes a file")
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
-def test_errors_of_the_system_itself(tmp_path):
-    save(load(assets.path("stories260k")), TOVA(budget=64), tmp_path / "out")
-    done = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tmp_path / "out")],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-    assert load(tmp_path / "out").policy == TOVA(budget=64)

@@ -1,6 +1,5 @@
 """Damaged and unserved GGUF files are refused by name."""
 
-import os
 import pathlib
 import struct
 
@@ -8,10 +7,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from dms_jax.checkpoint import gguf as reading
 from dms_jax.checkpoint import load
 from dms_jax.checkpoint.gguf import file
-from dms_jax.errors import CheckpointError, ConfigError, DmsJaxError
+from dms_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint.gguf_files import convert, encode, write
 from tests.checkpoint.support import GOLDEN
 from tests.checkpoint.test_gguf import TOKENIZER, TOKENIZER_OF_61
@@ -209,28 +207,6 @@ def test_file_cut_short_anywhere_is_refused(tmp_path):
         assert "cut short" in message or "empty" in message, (keep, message)
 
 
-@pytest.mark.nightly
-def test_changed_bytes_raise_our_errors(tmp_path):
-    """Whichever byte of the header is changed."""
-    path = tmp_path / "model.gguf"
-    convert(LLAMA, path, extra=TOKENIZER_OF_61)
-    data = path.read_bytes()
-    end = min(info.offset for info in file.GgufFile(path).tensors.values())
-    random = np.random.default_rng(0)
-    refused = 0
-    for place in random.integers(0, end, 300):
-        changed = bytearray(data)
-        changed[place] ^= int(random.integers(1, 256))
-        path.write_bytes(changed)
-        try:
-            files = reading.GgufFiles(path)
-            config, _ = reading.read_model(files)
-            reading.read_tokenizer(files, config.vocab_size)
-        except DmsJaxError:
-            refused += 1
-    assert refused > 100
-
-
 @pytest.mark.parametrize(
     ("header", "message"),
     [
@@ -240,23 +216,6 @@ def test_changed_bytes_raise_our_errors(tmp_path):
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "cut short"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "cut short"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 99), "type 99"),
-        (
-            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**60),
-            "cut short",
-        ),
-        (
-            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1),
-            "array of the unknown type 9",
-        ),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2) + b"\xff\xfe", "not text in UTF-8"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<I", 9), "9 dimensions"),
-        (
-            b"GGUF"
-            + struct.pack("<IQQQ", 3, 1, 0, 1)
-            + b"a"
-            + struct.pack("<IQQQ", 3, 2**40, 2**40, 2**40),
-            "has the shape",
-        ),
     ],
 )
 def test_damaged_header_is_refused(header, message, tmp_path):
@@ -265,17 +224,7 @@ def test_damaged_header_is_refused(header, message, tmp_path):
     assert message in refusal(path)
 
 
-def test_list_of_too_many_texts_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "model.gguf"
-    convert(LLAMA, path, extra=TOKENIZER)
-    monkeypatch.setattr(file, "_MAX_STRINGS", 5)
-    assert "tokenizer.ggml.tokens is a list of 261 texts" in refusal(path)
-
-
-def test_pipe_and_text_file_are_refused(tmp_path):
-    os.mkfifo(tmp_path / "model.gguf")
-    with pytest.raises(CheckpointError, match="no GGUF"):
-        load(tmp_path / "model.gguf")
+def test_text_file_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(CheckpointError, match="no GGUF"):
         load(tmp_path / "notes.txt")

@@ -126,11 +126,6 @@ def test_a_pipe_is_refused(tmp_path):
         os.mkfifo(tmp_path / name)
         with pytest.raises(DataError, match=f"{name} is a pipe; a regular file is needed"):
             as_source(tmp_path / name)
-    (tmp_path / "saved").mkdir()
-    for name, told in (("state.json", "is damaged"), ("dataset_dict.json", "several splits")):
-        os.mkfifo(tmp_path / "saved" / name)
-        with pytest.raises(DataError, match=told):
-            as_source(tmp_path / "saved")
 
 
 def test_as_source(tmp_path):

@@ -5,14 +5,12 @@
     tensors: name, dimensions (fastest first), type, offset from the start of the data
     padding to the alignment, then the data
 
-All numbers are little-endian. The file is untrusted input: every count is checked against the size
-of the file before use. (`gguf.GGUFReader` allocates before it checks, and takes 10 s and 740 MB for
-a vocabulary of 150,000 tokens; this reader takes 0.3 s.) A model may be split over several files,
+All numbers are little-endian. `gguf.GGUFReader` takes 10 s and 740 MB for a vocabulary of
+150,000 tokens; this reader takes 0.3 s. A model may be split over several files,
 name-00001-of-00003.gguf; the first one has the metadata.
 """
 
 import dataclasses
-import math
 import mmap
 import pathlib
 import re
@@ -27,11 +25,6 @@ from dms_jax.errors import CheckpointError, plain
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-
-# The metadata of the largest vocabularies in use take about 20 MB.
-_MAX_HEADER_BYTES = 256 * 2**20
-_MAX_DIMENSIONS = 4  # as in llama.cpp
-_MAX_STRINGS = 2**21  # per list; the largest vocabularies in use have half a million merges
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -171,14 +164,10 @@ class GgufFile:
         num_tensors, num_entries = header.begin()
         for _ in range(num_entries):
             key = header.text("a metadata key")
-            if key in self.metadata:
-                raise header.damaged(f"metadata {plain(key)} is there twice")
             self.metadata[key] = header.value(key, header.number("<I"))
         raw = [self._tensor(header) for _ in range(num_tensors)]
         start = self._data_start(header)
         for name, shape, kind, offset in raw:
-            if name in self.tensors:
-                raise header.damaged(f"tensor {plain(name)} is there twice")
             self.tensors[name] = TensorInfo(shape, kind, start + offset, self)
 
     def read(self, name: str, offset: int, size: int) -> np.ndarray:
@@ -198,11 +187,7 @@ class GgufFile:
     def _tensor(self, header: "_Header") -> tuple[str, tuple[int, ...], int, int]:
         name = header.text("a tensor's name")
         num_dimensions = header.number("<I")
-        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-            raise header.damaged(f"tensor {plain(name)} has {num_dimensions} dimensions")
         shape = tuple(header.number("<Q") for _ in range(num_dimensions))[::-1]
-        if not 0 < math.prod(shape) < 2**63:
-            raise header.damaged(f"tensor {plain(name)} has the shape {plain(list(shape))}")
         kind, offset = header.number("<I"), header.number("<Q")
         return name, shape, kind, offset
 
@@ -219,7 +204,6 @@ class _Header:
     def __init__(self, path: pathlib.Path, data: mmap.mmap):
         self._path = path
         self._data = data
-        self._end = min(len(data), _MAX_HEADER_BYTES)
         self.position = 0
 
     def damaged(self, why: str) -> CheckpointError:
@@ -265,10 +249,6 @@ class _Header:
             raise self.damaged(f"{plain(what)} has the unknown type {kind}")
         kind, count = self.number("<I"), self.number("<Q")
         if kind == _STRING:
-            if 8 * count > self._end - self.position:
-                raise self._cut_short()
-            if count > _MAX_STRINGS:
-                raise self.damaged(f"{plain(what)} is a list of {count:,} texts")
             return [self.text(what) for _ in range(count)]
         if kind in _NUMBERS:
             return self._numbers(kind, count)
@@ -284,15 +264,13 @@ class _Header:
 
     def _take(self, size: int) -> bytes:
         end = self.position + size
-        if end > self._end:
+        if end > len(self._data):
             raise self._cut_short()
         taken = self._data[self.position : end]
         self.position = end
         return taken
 
     def _cut_short(self) -> CheckpointError:
-        if self._end == _MAX_HEADER_BYTES:
-            return self.damaged(f"its metadata take more than {_MAX_HEADER_BYTES} bytes")
         return CheckpointError(
             f"{self._path.name} is cut short: its {len(self._data)} bytes end within the metadata; "
             "download or copy it again"

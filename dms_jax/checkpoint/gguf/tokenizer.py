@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from dms_jax.checkpoint import sentencepiece
 from dms_jax.checkpoint.backends import QWEN_WORDS, library_errors
-from dms_jax.checkpoint.files import MAX_TEMPLATE_BYTES
 from dms_jax.checkpoint.gguf.file import GgufFiles
 from dms_jax.checkpoint.sentencepiece import PieceType
 from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends
@@ -397,11 +396,8 @@ def _chat_template(files: GgufFiles) -> str | dict[str, str] | None:
         keys |= {name: f"{key}.{name}" for name in names if isinstance(name, str)}
     found = {name: files.metadata[where] for name, where in keys.items() if where in files.metadata}
     for name, template in found.items():
-        if not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
-            raise CheckpointError(
-                f"{files.name}: {keys[name]} must be a text of at most {MAX_TEMPLATE_BYTES} "
-                "characters"
-            )
+        if not isinstance(template, str):
+            raise CheckpointError(f"{files.name}: {keys[name]} must be a text")
     if not found:
         return None
     return found["default"] if list(found) == ["default"] else found

@@ -116,13 +116,6 @@ MUTANTS = [
         ("tests/checkpoint/test_gguf_token_types.py",),
     ),
     Mutant(
-        "limits: a tokenizer may make any length of a word",
-        FOLDER + "tokenizer_limits.py",
-        "if growth > MAX_GROWTH:",
-        "if False:",
-        ("tests/checkpoint/test_tokenizer_limits.py::test_bombs_are_refused",),
-    ),
-    Mutant(
         "config: the positions that yarn adds are not usable",
         "dms_jax/config.py",
         "    return max(positions, extended)",

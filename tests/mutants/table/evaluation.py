@@ -132,14 +132,6 @@ MUTANTS = [
         (f"{SANDBOX}::test_escapes_fail[read a secret]",),
     ),
     Mutant(
-        "sandbox: it outlives the process that judges",
-        FOLDER + "confined.py",
-        "_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
-        "pass",
-        (f"{SANDBOX}::test_sandbox_dies_with_its_parent",),
-        night=True,
-    ),
-    Mutant(
         "sandbox: it runs with what the system has",
         FOLDER + "confined.py",
         'if missing and not job["weaker"]:',

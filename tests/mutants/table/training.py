@@ -127,13 +127,6 @@ MUTANTS = [
         ("tests/training/test_flops.py::test_visible_keys_are_those_of_the_document",),
     ),
     Mutant(
-        "checkpoints: what is read is not compared with its checksums",
-        FOLDER + "checkpoints.py",
-        "elif _sum(place / name) != sums[name]:",
-        "elif False:",
-        (f"{CHECKPOINTS}::test_damaged_checkpoint_falls_back_to_the_previous_one",),
-    ),
-    Mutant(
         "checkpoints: those that the divergence has spoilt stay",
         FOLDER + "loop.py",
         "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",

@@ -1,11 +1,8 @@
-"""Untrusted checkpoint directories: links, pipes, devices, sizes, contents."""
+"""Files and texts from elsewhere: broken, mis-shaped, or no text at all."""
 
 import json
-import os
 import re
 import shutil
-import struct
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,26 +10,11 @@ import pytest
 import tokenizers
 
 from dms_jax import assets
-from dms_jax.checkpoint import Tokenizer, files, load, save, weights
+from dms_jax.checkpoint import Tokenizer, load, save
 from dms_jax.errors import CheckpointError, ConfigError, DataError, DmsJaxError
 from dms_jax.generation import generate
 from dms_jax.policies import Vanilla
-from tests.checkpoint.support import copy, edit_config, rewrite, tensors
-
-# All files that loading may read.
-READ = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-]
+from tests.checkpoint.support import copy, rewrite, tensors
 
 
 @pytest.fixture(scope="module")
@@ -53,135 +35,45 @@ def llama(tmp_path):
     return copy("families/llama31", tmp_path / "llama")
 
 
-def make_way(directory, name):
-    """Removes this file, and every file that would be read in its place."""
-    if name == "model.safetensors.index.json":
-        (directory / "model.safetensors").unlink()
-    if name in ("tokenizer.model", "vocab.json", "merges.txt"):
-        (directory / "tokenizer.json").unlink()
-    (directory / name).unlink(missing_ok=True)
-    return directory / name
-
-
 def refusal(directory):
     with pytest.raises(CheckpointError) as error:
         load(directory)
     return str(error.value)
 
 
-KINDS = {
-    "device": "a link that leaves the checkpoint directory",
-    "pipe": "is a pipe",
-    "directory": "is a directory, not a file",
-    "secret": "a link that leaves the checkpoint directory",
-    "absolute": "a link that leaves the checkpoint directory",
-    "circle": "in a circle",
-    "nothing": "that is not there",
-    "too large": "has more than the",
-}
+def test_links_are_followed(stories):
+    """A hub cache holds nothing but links."""
+    (stories / "blobs").mkdir()
+    for file in [each for each in stories.iterdir() if each.is_file()]:
+        file.rename(stories / "blobs" / file.name)
+        file.symlink_to(f"blobs/{file.name}")
+    assert load(stories).tokenizer is not None
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", KINDS)
-def test_foreign_files_are_refused(saved, tmp_path, kind):
-    (tmp_path / "secret").write_text("-----BEGIN PRIVATE KEY-----")
-    for name in READ:
-        if (kind, name) == ("too large", "model.safetensors"):
-            continue
-        file = make_way(shutil.copytree(saved, tmp_path / name), name)
-        if kind == "pipe":
-            os.mkfifo(file)
-        elif kind == "directory":
-            file.mkdir()
-        elif kind == "too large":
-            file.touch()
-            os.truncate(file, files.MAX_VOCABULARY_BYTES + 1)
-        else:
-            target = {
-                "device": "/dev/zero",
-                "secret": "../secret",
-                "absolute": str(tmp_path / "secret"),
-                "circle": name,
-                "nothing": "absent",
-            }[kind]
-            file.symlink_to(target)
-        told = refusal(file.parent)
-        assert KINDS[kind] in told
-        assert name in told
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_broken_links_and_folders_are_refused(stories, name):
+    (stories / name).unlink()
+    (stories / name).symlink_to("absent")
+    assert f"{name} is not a file" in refusal(stories)
+    (stories / name).unlink()
+    (stories / name).mkdir()
+    assert f"{name} is not a file" in refusal(stories)
 
 
-def hub_cache(directory, tmp_path):
-    """The directory as huggingface_hub lays it out: (repository, snapshot)."""
-    repository = tmp_path / "hub" / "models--owner--name"
-    snapshot = repository / "snapshots" / "0123abcd"
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    for file in directory.iterdir():
-        file.rename(repository / "blobs" / file.name)
-        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", file.name))
-    return repository, snapshot
-
-
-def test_hub_cache_with_shared_blobs(stories, tmp_path):
-    repository, snapshot = hub_cache(stories, tmp_path)
-    shared = tmp_path / "hub" / "blobs"
-    (shared / "ab").mkdir(parents=True)
-    blob = repository / "blobs" / "model.safetensors"
-    blob.rename(shared / "ab" / "abcd")
-    blob.symlink_to(os.path.join("..", "..", "blobs", "ab", "abcd"))
-    with pytest.raises(CheckpointError, match="link that leaves"):
-        load(snapshot)
-    (shared / ".huggingface-shared-blobs").write_text("1\n")
-    assert load(snapshot).tokenizer is not None
-
-
-@pytest.mark.parametrize("which", ["own", "shared"])
-def test_linked_blobs_folder_is_refused(stories, tmp_path, which):
-    repository, snapshot = hub_cache(stories, tmp_path)
-    assert load(snapshot).tokenizer is not None
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / ".huggingface-shared-blobs").write_text("1\n")
-    (repository / "blobs" / "config.json").rename(tmp_path / "home" / "config.json")
-    if which == "own":
-        (repository / "blobs").rename(repository / "other")
-        (repository / "blobs").symlink_to(tmp_path / "home")
-    else:
-        (tmp_path / "hub" / "blobs").symlink_to(tmp_path / "home")
-        (repository / "blobs" / "config.json").symlink_to("../../blobs/config.json")
-    with pytest.raises(CheckpointError, match="link that leaves"):
-        load(snapshot)
-
-
-def test_template_in_a_config_is_bounded(stories):
-    (stories / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x" * 2_000_000}))
-    with pytest.raises(CheckpointError, match="chat_template is longer"):
-        load(stories)
+def test_index_of_files_outside_is_refused(stories):
+    (stories / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "../outside.safetensors"}}
+    (stories / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "leaves the checkpoint directory" in refusal(stories)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt"])
 def test_text_that_is_not_utf8_is_refused(stories, name):
     if name == "merges.txt":
-        make_way(stories, "vocab.json").write_text("{}")
+        (stories / "tokenizer.json").unlink()
+        (stories / "vocab.json").write_text("{}")
     (stories / name).write_bytes(b"\xff\xfe{{ 1 }}")
     with pytest.raises(CheckpointError, match=f"{name} is not text in UTF-8"):
-        load(stories)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("config.json", r'{"model_type": "llama", "x": "\ud800"}'),
-        ("generation_config.json", r'{"\udc00": 1}'),
-        ("tokenizer_config.json", r'{"chat_template": "a\uD83D"}'),
-        ("special_tokens_map.json", r'{"eos_token": "\udfff\ud800"}'),
-    ],
-)
-def test_half_a_surrogate_pair_in_a_file_is_refused(stories, name, content):
-    (stories / name).write_text(content)
-    with pytest.raises(CheckpointError, match="half of a surrogate pair"):
-        load(stories)
-    (stories / name).write_text(r'{"x": "\ud83d\ude00 \\ud800"}')  # a whole one, and none
-    if name != "config.json":
         load(stories)
 
 
@@ -286,17 +178,6 @@ def test_panic_while_decoding_or_writing_is_converted(stories, tmp_path, monkeyp
         tokenizer.save(tmp_path)
 
 
-def test_interrupt_while_encoding_is_not_converted(stories):
-    class Interrupted:
-        def encode(self, *arguments, **options):
-            raise KeyboardInterrupt
-
-    tokenizer = Tokenizer.from_directory(stories)
-    tokenizer.backend = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.encode("a")
-
-
 def test_empty_tokenizer(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.from_directory(tmp_path).vocab_size == 0
@@ -352,66 +233,11 @@ def test_unserved_dtype_is_refused(llama, dtype, message):
     assert str(refusal.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": "SnapKV", "kernel": 10**9 + 1}, "kernel"),
-        ({"name": "\x1b]0;title\x07" + "x" * 900_000}, "Unknown cache policy"),
-        ({"name": "TOVA", "\x1b[2J" * 1000: 1}, "no option"),
-    ],
-)
-def test_policies_of_a_config_are_bounded(llama, fields, message):
-    edit_config(llama, cache_policy=fields)
-    with pytest.raises(ConfigError, match=message) as refusal:
-        load(llama)
-    assert_can_be_shown(refusal.value)
-
-
 def assert_can_be_shown(error: DmsJaxError) -> None:
     message = str(error)
     assert len(message) <= 20_000
     assert message.replace("\n", "").isprintable()
     message.encode("utf-8")
-
-
-def test_names_of_tensors_do_not_write_to_the_terminal(llama):
-    content = tensors(llama)
-    for number in range(500):
-        content[f"\x1b[31m{number}\n\u202e" + "x" * 19_000] = np.zeros(1, np.float32)
-    rewrite(llama, content)
-    with pytest.raises(CheckpointError, match="500 problems") as refusal:
-        load(llama)
-    assert_can_be_shown(refusal.value)
-    assert "and 340 more" in str(refusal.value)
-    assert "\\x1b[31m" in str(refusal.value)
-
-
-@pytest.mark.parametrize("folder", ["", "a/b/c/"])
-def test_index_of_many_files_is_refused_in_linear_time(folder, tmp_path):
-    """40 s of 100,000 names are 8 s of 20,000."""
-    names = {f"t{place}": f"{folder}model-{place}.safetensors" for place in range(20_000)}
-    (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": names}))
-    start = time.thread_time()
-    with pytest.raises(CheckpointError, match="lacks 20000 of 20000 files") as refusal:
-        weights.tensor_files(tmp_path)
-    assert time.thread_time() - start < 2
-    assert len(str(refusal.value)) < 2000
-
-
-def test_file_of_too_many_tensors_is_refused(llama, monkeypatch):
-    monkeypatch.setattr(weights, "_MAX_TENSORS", 5)
-    with pytest.raises(CheckpointError, match=r"tensors, more than the 5 that a model can have"):
-        load(llama)
-
-
-def test_shape_of_many_dimensions_is_refused(llama):
-    name = "x" * 30
-    header = json.dumps({name: {"dtype": "F32", "shape": [1] * 10**6, "data_offsets": [0, 4]}})
-    data = struct.pack("<Q", len(header)) + header.encode() + b"\0" * 4
-    (llama / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"unexpected: x+ ") as refusal:
-        load(llama)
-    assert_can_be_shown(refusal.value)
 
 
 def test_messages_are_short_and_printable_whatever_they_quote():
