@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dms_jax
+from dms_jax import assets
 from dms_jax.command_line.options import on_checkpoint, read_options
 from dms_jax.devices import out_of_memory
 from dms_jax.evaluation import (
@@ -79,9 +80,12 @@ def read_candidates(
     for text in texts:
         policy, *given = text.split(",")
         fields = read_options(given, "--policies")
+        own = str(fields.pop("model", model))
+        # A shipped adapter as the model of a row has no other adapter.
+        usual = None if own != model and own in assets.BASES else adapter
         places: dict[str, Any] = {
-            "model": str(fields.pop("model", model)),
-            "adapter": fields.pop("adapter", adapter),
+            "model": own,
+            "adapter": fields.pop("adapter", usual),
             "kv_dtype": fields.pop("kv_dtype", None),
         }
         options = [each for each in given if each.partition("=")[0] not in ("name", *places)]

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import pathlib
 import re
 import sys
@@ -32,10 +33,12 @@ from dms_jax.evaluation.tasks import (
     ChoiceTask,
     HellaSwag,
     HumanEval,
+    LiveCodeBench,
     Mathematics,
     WinoGrande,
     ruler_tasks,
 )
+from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
 from dms_jax.training.display import short_of_target
 
@@ -45,7 +48,8 @@ TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
-TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics, HumanEval)}
+TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics)}
+TASKS |= {task.name: (task,) for task in (HumanEval, LiveCodeBench)}
 CHOICES: dict[str, type[ChoiceTask]] = {
     task.name: task for task in (MMLU, ARC, HellaSwag, PIQA, WinoGrande, BoolQ)
 }
@@ -235,7 +239,7 @@ def read_tasks(
     if name not in TASKS:
         known = [*TASKS, "ruler", *others]
         file = ""
-        if pathlib.Path(name).exists():
+        if os.path.exists(name):  # False for a name that is too long for a file
             file = f" A task reads a file: --task mathematics --task-options path={name}."
         raise dms_jax.ConfigError(
             f"--task {name!r}{guess(name, known)} is none of {', '.join(known)}.{file}"
@@ -249,17 +253,17 @@ def read_tasks(
     if unknown:
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
     _check_path(name, TASKS[name][0], fields)
-    if TASKS[name][0] is HumanEval:
-        fields["sandbox"] = _sandbox(fields, allow_code)
+    if issubclass(TASKS[name][0], CodeTask):
+        fields["sandbox"] = _sandbox(name, fields, allow_code)
         known[TASKS[name][0]].add("sandbox")
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
 
 
-def _sandbox(fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
-    """Returns the sandbox of HumanEval, with the limits of `sandbox=`."""
+def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
+    """Returns the sandbox of a programming task, with the limits of `sandbox=`."""
     if not allow_code:
         raise dms_jax.ConfigError(
-            "--task humaneval judges answers by running them: code that a model wrote would run on "
+            f"--task {name} judges answers by running them: code that a model wrote would run on "
             "this machine. Allow it, in a sandbox, with --allow-code."
         )
     limits = fields.get("sandbox", {})

@@ -19,8 +19,9 @@ All but the first two use an allow list of system calls (seccomp) and Landlock. 
 x86-64 or aarch64, without privileges. If one is missing, the sandbox refuses to run and names it;
 `allow_weaker=True` runs with the available ones.
 
-The sandbox protects the machine, not the score. HumanEval's tests are code and run in the process
-of the answer, as in the original, so malicious code can deceive them. Exiting early is a failure.
+The sandbox protects the machine, not the score. Expected outputs never enter the process, so
+LiveCodeBench's tests cannot be read or faked. HumanEval's tests are code and run in the process of
+the answer, as in the original, so malicious code can deceive them. Exiting early is a failure.
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ class Sandbox(Options):
         return Run(text.decode("utf-8", "replace"), failure)
 
     def call(self, source: str, name: str, arguments: Sequence[Any]) -> Run:
-        """Calls a function of a module with JSON data.
+        """Calls a function of a module, or a method of its class `Solution`, with JSON data.
 
         Raises:
           ConfigError, CapacityError: see `require`.

@@ -576,8 +576,8 @@ class Runner:
         on_device, sent = self._masks
         changed = np.flatnonzero((masks != sent).any(1)).astype(np.int32)
         if len(changed):
-            sent[changed] = masks[changed]
             on_device = programs.update_masks(on_device, *self.some_masks(masks, changed))
+            sent[changed] = masks[changed]
             self._masks = on_device, sent
         return on_device
 

@@ -20,6 +20,11 @@ def candidates(*texts, model="stories260k", adapter=None):
     return read_candidates(texts, model=model, adapter=adapter)
 
 
+def test_shipped_adapter_as_a_model_takes_no_other_adapter():
+    rows = candidates("Vanilla", "DMS,model=reasoner-11m-dms", model="reasoner-11m", adapter="mine")
+    assert [row.adapter for row in rows] == ["mine", None]
+
+
 def test_candidates_are_parsed():
     plain, tova, few, named = candidates(
         "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"

@@ -318,6 +318,7 @@ SLIPS = {
     "chat --policy SnapKv": "Unknown cache policy 'SnapKv' (did you mean SnapKV?)",
     "serve --policy TOVA --options bugdet=4": "(did you mean budget?)",
     "serve --lanes 0": "--lanes must be",
+    f"evaluate --task {'a' * 300}": "aaa' is none of",
     "evaluate --task gsm9k": "--task 'gsm9k' (did you mean gsm8k?) is none of",
     "evaluate --task gsm8k": "--task gsm8k reads a file: --task-options path=FILE.",
     "evaluate --task mmlu": "--task mmlu reads a file: --task-options path=FILE.",
@@ -353,7 +354,7 @@ SLIPS = {
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "evaluate --task txt": "--task 'txt' (did you mean text?) is none of",
     "evaluate --task .": "A task reads a file: --task mathematics --task-options path=.",
-    "hyperscale --task mmlu": "humaneval, ruler.\n",
+    "hyperscale --task mmlu": "livecodebench, ruler.\n",
     "generate Hi": "there is no directory or file /",
 }
 

@@ -78,10 +78,11 @@ def test_failures_are_explained():
 
 
 def test_calls_return_json():
-    """Output is not the result; threads do not keep it alive."""
+    """A method hides a function; output is not the result; threads do not keep it alive."""
     source = (
-        "import threading, time\nprint('[')\ndef f(x):\n    print(x)\n"
-        "    return [(x, 'ä'), {'a': None}]\n"
+        "import threading, time\nprint('[')\ndef f(x): return 0\n"
+        "class Solution:\n    def f(self, x):\n        print(x)\n"
+        "        return [(x, 'ä'), {'a': None}]\n"
         "threading.Thread(target=time.sleep, args=(999,)).start()"
     )
     assert SANDBOX.call(source, "f", [2.5]) == Run([[2.5, "ä"], {"a": None}])

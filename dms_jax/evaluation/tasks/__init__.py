@@ -10,9 +10,10 @@ from dms_jax.evaluation.tasks.choices import (
     HellaSwag,
     WinoGrande,
 )
-from dms_jax.evaluation.tasks.code import HumanEval
+from dms_jax.evaluation.tasks.code import CodeTask, HumanEval
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
+from dms_jax.evaluation.tasks.livecodebench import LiveCodeBench
 from dms_jax.evaluation.tasks.maths import AIME, GSM8K, MATH500, Mathematics
 from dms_jax.evaluation.tasks.ruler import RULER, ruler_tasks
 
@@ -28,9 +29,11 @@ __all__ = [
     "BoolQ",
     "ChoiceTask",
     "Choices",
+    "CodeTask",
     "FileTask",
     "HellaSwag",
     "HumanEval",
+    "LiveCodeBench",
     "Mathematics",
     "WinoGrande",
     "ruler_tasks",
