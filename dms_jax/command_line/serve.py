@@ -20,9 +20,8 @@ If others can reach the server, set a key: --api-key FILE or the variable DMS_JA
 server answers to localhost, to IP addresses and to --allowed-hosts. Web pages of other servers may
 use it only if --allowed-origins lists them. There is no encryption; use a proxy for that.
 
-Limits: a body is JSON of at most 16 MB that arrives within 60 s; the head of a request arrives
-within 20 s. A text has at most 32 characters per token of --max-tokens. A body of more than 32 kB
-must parse within 30 s. The most connections are --lanes + --max-waiting + 256.
+Limits: a body is JSON of at most 16 MB, and a text has at most 32 characters per token of
+--max-tokens. Leave slow clients and very many connections to a reverse proxy.
 """
 
 import dataclasses
