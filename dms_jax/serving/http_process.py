@@ -10,6 +10,7 @@ a reverse proxy.
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -32,8 +33,17 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(message)s")
+    _allow_open_files()
     listening, connection = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
     asyncio.run(serve_http(listening, connection))
+
+
+def _allow_open_files(number: int = 65_536) -> None:
+    """Raises the limit of open files as far as allowed: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def serve_http(listening: socket.socket, connection: socket.socket) -> None:
