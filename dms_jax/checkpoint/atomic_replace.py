@@ -89,7 +89,8 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
         old = _swap(new, target)
         if old is not None:
             for entry in old.iterdir():
-                if entry.name not in own | documents | layout.files:  # created in the meantime
+                created = entry.name not in own | documents | layout.files  # in the meantime
+                if created and not os.path.lexists(target / entry.name):
                     entry.rename(target / entry.name)
 
 
@@ -157,10 +158,11 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
         new.rename(target)
         return None
     old = new.with_name("old")
-    target.rename(old)
     try:
+        target.rename(old)
         new.rename(target)
-    except BaseException:
-        old.rename(target)
+    except BaseException:  # also Ctrl-C as the first one returns
+        if old.exists() and not os.path.lexists(target):
+            old.rename(target)
         raise
     return old

@@ -188,7 +188,7 @@ def cores() -> int:
 def side_by_side(judgements: Sequence[Callable[[], Any]]) -> list[Any]:
     """Judges in one thread per processor.
 
-    An interrupt does not wait for running judgements.
+    After an interrupt no more of them begin; running ones end before the process does.
     """
     pool = ThreadPoolExecutor(cores())
     try:

@@ -24,6 +24,8 @@ from dms_jax.serving.app import make_app
 from dms_jax.serving.rpc import EngineClient
 from dms_jax.serving.server import BACKLOG
 
+_CLOSING_SECONDS = 2.0  # for connections to end by themselves
+
 
 def main() -> None:
     """Runs the process.
@@ -102,6 +104,13 @@ class _Server(uvicorn.Server):
         """Accepts no more connections; if graceful, lets the open ones finish."""
         self.should_exit = True
         self.force_exit = self.force_exit or not graceful
+        if not graceful:  # uvicorn waits for clients that have sent half a request
+            asyncio.get_running_loop().call_later(_CLOSING_SECONDS, self._abort_connections)
+
+    def _abort_connections(self) -> None:
+        for each in list(self.server_state.connections):
+            if each.transport is not None:
+                each.transport.abort()
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Ignores signals: the engine's process drains the answers first."""

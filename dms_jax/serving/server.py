@@ -1,4 +1,4 @@
-"""`Server`: starts, monitors and stops the HTTP process from the main thread.
+"""`Server`: starts and stops the HTTP process from the main thread.
 
 `Server` runs in the engine's process and serves until a signal ends it. SIGTERM and Ctrl-C close
 the address at once. Running requests may finish up to a time limit; then the rest is cancelled, and

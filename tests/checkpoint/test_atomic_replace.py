@@ -1,5 +1,6 @@
 """Saving over a directory is atomic and deletes only files of the checkpoint."""
 
+import contextlib
 import json
 import os
 import stat
@@ -175,6 +176,37 @@ def test_old_checkpoint_comes_back_after_a_failed_rename(stories, out, tmp_path,
     assert renames[-3:] == ["out", "new", "old"]
     assert names(tmp_path) == ["out"]
     assert load(out).policy == Vanilla()
+
+
+def test_old_checkpoint_comes_back_after_an_interrupt(stories, out, tmp_path, monkeypatch):
+    """Ctrl-C arrives as the old checkpoint has just been moved away."""
+    rename = os.rename
+
+    def interrupted(source, target, **options):
+        rename(source, target, **options)
+        if os.path.basename(source) == "out":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(stories, stories.policy, out)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["out"]
+    assert load(out).policy == TOVA(budget=64)
+
+
+def test_two_saves_at_once_do_not_mix(stories, out):
+    """The one that ends last counts whole."""
+    layout = atomic_replace.CHECKPOINT
+    with atomic_replace.atomic_replace(out, layout) as last:
+        for folder in (last, None):
+            with contextlib.ExitStack() as stack:
+                if folder is None:
+                    folder = stack.enter_context(atomic_replace.atomic_replace(out, layout))
+                (folder / "config.json").write_text(folder.parent.name)
+                (folder / "model-00001-of-00001.safetensors").write_text(folder.parent.name)
+        written = last.parent.name
+    assert {entry.read_text() for entry in out.iterdir()} == {written}
 
 
 def test_file_added_during_a_save_is_kept(stories, out, monkeypatch):

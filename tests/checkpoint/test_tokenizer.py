@@ -8,6 +8,7 @@ import pytest
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
+from dms_jax.checkpoint import tokenizer as tokenizer_module
 from dms_jax.errors import CheckpointError, DataError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
@@ -90,6 +91,14 @@ def test_shipped_tokenizer():
     assert shipped.decode(ids) == "Once upon a time, Lily"
     assert shipped.decode(ids, skip_special_tokens=False).startswith("<s>")
     assert shipped.encode("Once upon a time, Lily", add_special_tokens=False) == ids[1:]
+
+
+def test_long_text_has_the_same_ids():
+    """It is encoded without Python's lock."""
+    text = "Once upon a time there was a little dog. " * 2000
+    assert len(text) > tokenizer_module._LONG
+    shipped = Tokenizer.from_directory(assets.path("stories260k"))
+    assert shipped.encode(text) == shipped.backend.encode(text).ids
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The two processes of a server: messages arrive, and neither process outlives the other."""
 
 import contextlib
+import http.client
 import inspect
 import os
 import pickle
@@ -194,6 +195,17 @@ def test_foreign_errors_are_portable():
 @pytest.mark.nightly
 def test_http_ends_if_engine_dies_before_loading():
     with started() as (server, _):
+        server._connection.shutdown(socket.SHUT_RDWR)
+        assert server._process.wait(60) == 0
+
+
+def test_http_ends_beside_a_client_that_sent_half_a_request():
+    with started() as (server, port), socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        other = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        other.request("GET", "/health")  # the first one has been accepted before
+        assert other.getresponse().status == 503
+        other.close()
         server._connection.shutdown(socket.SHUT_RDWR)
         assert server._process.wait(60) == 0
 
