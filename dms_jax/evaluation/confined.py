@@ -107,7 +107,7 @@ def main(job_file: int, parent: int) -> None:
     ):
         try:
             lock()
-        except Exception as error:  # whatever it is, the mechanism is missing
+        except Exception as error:  # reported as missing
             missing.append(f"{name}: {error}")
     if missing and not job["weaker"]:
         print("; ".join(missing))

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _allow_open_files(number: int = 65_536) -> None:
-    """Raises the limit of open files as far as allowed: each connection is one."""
+    """Raises the limit of open files, since every connection counts as one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -127,7 +127,7 @@ class RunDirectory:
         for step in reversed(self.checkpoints.steps):
             try:
                 meta = self.checkpoints.meta(step)
-            except Exception:  # damaged
+            except Exception:  # damaged: Orbax raises errors of many kinds
                 continue
             again = meta["restarted_from"] == self._restart_from
             return again and meta["settings"] == self._settings
