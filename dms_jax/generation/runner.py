@@ -18,6 +18,7 @@ the layer, the KV head and the position (`policies/draws.py`). So copies equal p
 prefilled one by one. Pages are copied whole, because policies overwrite slots in place.
 """
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -119,10 +120,6 @@ class StepsInFlight:
     table: Int[np.ndarray, "L B K M"] | None
     epochs: Int[np.ndarray, " B"]
     error: GrammarError | None = None
-
-
-def _is_ready(x: Any) -> bool:
-    return not isinstance(x, jax.Array) or x.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def sends_changes(size: int) -> bool:
@@ -528,8 +525,9 @@ class Runner:
 
         Args:
           tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
-          make_masks: called with the newest tokens and the rest of `remaining`, while the layers of
-            a step run; see `Filter.allowed`. If it raises GrammarError, the steps end.
+          make_masks: called in a thread with the newest tokens and the rest of `remaining`, while a
+            step is launched and its layers run; see `Filter.allowed`. If it raises GrammarError,
+            the steps end.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
         """
         endless = self._no_lanes if endless is None else endless
@@ -538,16 +536,17 @@ class Runner:
         newest: Any = self.everywhere(tokens)
         on_device: Any = self.everywhere(_joined(remaining, endless))
         sent_seeds, sent_rule = self._send((seeds, rule))
-        with use_mesh(self.model.mesh):
+        with use_mesh(self.model.mesh), concurrent.futures.ThreadPoolExecutor(1) as thread:
             for step in range(min(num_steps, int(remaining.max()))):
                 left = np.maximum(remaining - step, 0).astype(np.int32)
+                masks = thread.submit(self._changed_masks, make_masks, newest, left)
                 given = table, newest, on_device, self.traced_policy, end_tokens
                 self.cache, advance, tail = programs.advance(*self.cached, *given)
                 on_device = self.everywhere(advance.left)
-                while not _is_ready(newest) and next(meanwhile, _DONE) is not _DONE:
+                while not masks.done() and next(meanwhile, _DONE) is not _DONE:
                     pass
                 try:
-                    allowed = self._send_masks(make_masks(np.asarray(newest), left))
+                    allowed = self._send_masks(*masks.result())
                 except GrammarError as raised:
                     error = raised
                     break
@@ -562,8 +561,17 @@ class Runner:
         most = np.minimum(remaining, num_steps).astype(np.int64)
         return self._launched(steps, newest, most, end_tokens, endless, tail, own_table, error)
 
+    def _changed_masks(
+        self, make_masks: Callable[..., Any], newest: Any, left: Int[np.ndarray, " B"]
+    ) -> tuple[Int[np.ndarray, "B words"], Int[np.ndarray, " n"]]:
+        """Waits for the newest tokens; returns the next masks, and the lanes where they changed."""
+        masks = make_masks(np.asarray(newest), left)
+        sent = masks[:0] if self._masks is None else self._masks[1]
+        differ = (masks != sent).any(1) if len(sent) else np.ones(len(masks), bool)
+        return masks, np.flatnonzero(differ).astype(np.int32)
+
     def _send_masks(
-        self, masks: Int[np.ndarray, "B words"]
+        self, masks: Int[np.ndarray, "B words"], changed: Int[np.ndarray, " n"]
     ) -> Int[np.ndarray | jax.Array, "B words"]:
         """Returns the masks of a step on the device, to which only changed ones are sent.
 
@@ -574,7 +582,6 @@ class Runner:
         if self._masks is None:
             self._masks = jax.numpy.zeros_like(masks), np.zeros_like(masks)
         on_device, sent = self._masks
-        changed = np.flatnonzero((masks != sent).any(1)).astype(np.int32)
         if len(changed):
             on_device = programs.update_masks(on_device, *self.some_masks(masks, changed))
             sent[changed] = masks[changed]
