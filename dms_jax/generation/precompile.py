@@ -228,7 +228,8 @@ class _Calls:
             reads=counts,
             lengths=self.runner.everywhere(np.zeros(cache.lengths.shape, cache.lengths.dtype)),
         )
-        drawn = (self.runner.model.transformer, step, tokens, self._seeds, self._rule(1, masked))
+        outer = self.runner.model.transformer.without_layers()
+        drawn = (outer, step, tokens, self._seeds, self._rule(1, masked))
         return [(programs.advance, given), (programs.draw, drawn)]
 
     def update_table(self, pages: int) -> list[_Call]:
@@ -253,7 +254,7 @@ class _Calls:
         lanes, fresh = self._lanes, self._lanes > 0
         given = (self._seeds, lanes, self._rule(1, masked), fresh, self.runner.everywhere(lanes))
         return programs.first_tokens, (
-            self.runner.model.transformer,
+            self.runner.model.transformer.without_layers(),
             self.runner.hidden,
             lanes,
             *given,

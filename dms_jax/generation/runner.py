@@ -536,6 +536,7 @@ class Runner:
         newest: Any = self.everywhere(tokens)
         on_device: Any = self.everywhere(_joined(remaining, endless))
         sent_seeds, sent_rule = self._send((seeds, rule))
+        outer = self.model.transformer.without_layers()
         with use_mesh(self.model.mesh), concurrent.futures.ThreadPoolExecutor(1) as thread:
             for step in range(min(num_steps, int(remaining.max()))):
                 left = np.maximum(remaining - step, 0).astype(np.int32)
@@ -551,9 +552,7 @@ class Runner:
                     error = raised
                     break
                 masked = dataclasses.replace(sent_rule, allowed=allowed)
-                drawn, newest = programs.draw(
-                    self.model.transformer, advance, newest, sent_seeds, masked
-                )
+                drawn, newest = programs.draw(outer, advance, newest, sent_seeds, masked)
                 newest = self.everywhere(newest)
                 newest.copy_to_host_async()  # the next masks wait for it
                 drawn.words.copy_to_host_async()
@@ -738,7 +737,7 @@ class Runner:
         fresh[lanes] = True
         with use_mesh(self.model.mesh):
             return programs.first_tokens(
-                self.model.transformer,
+                self.model.transformer.without_layers(),
                 self.hidden,
                 sources,
                 seeds,

@@ -5,6 +5,7 @@ compile time does not grow with depth. The pool is part of the scan's carry: it 
 and never sliced by layer.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -233,6 +234,15 @@ class Transformer(nnx.Module):
         """Shape of the layers' decision adapters; None if they have none."""
         adapter = self.layers.adapter
         return None if adapter is None else adapter.shape
+
+    def without_layers(self) -> "Transformer":
+        """Returns the module with its parameters before and after the layers, which are shared.
+
+        It can `embed` and `unembed`. A program with fewer arguments is launched sooner.
+        """
+        rest: Any = copy.copy(self)
+        rest.layers = None
+        return rest
 
     def unembed(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Returns the logits, accumulated in at least float32."""
