@@ -237,6 +237,11 @@ class PageAllocator:
         kept = 0 if besides is None else self.yields(besides)
         return bool((needs + kept <= there).all())
 
+    def has_spare(self, counts: Int[np.ndarray, "L K"], extra: Int[np.ndarray, " n"]) -> bool:
+        """Whether enough pages per row are free, or yielded if prefixes drop `extra` pages."""
+        needs = np.bincount(self._lists_of_rows(counts), minlength=len(self._free))
+        return bool((needs <= self.yields(extra) + [len(free) for free in self._free]).all())
+
     def _lists_of_rows(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
         """Returns the index of the free list of each page of the rows of a sequence."""
         return np.repeat(self._shard[:, 0].ravel(), counts.ravel())

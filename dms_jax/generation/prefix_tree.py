@@ -69,6 +69,17 @@ class Node:
                 yield node
             stack.extend(each for each in node.children.values() if each.states)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a queued prompt begins with this prefix."""
+        stack: list[Node] = [self]
+        while stack:
+            node = stack.pop()
+            if node.waiting:
+                return True
+            stack.extend(node.children.values())
+        return False
+
     def state_below(self, depth: int) -> Any:
         """Returns a state of this node or a descendant, of at least `depth` tokens; else None."""
         return next((node.state for node in self.with_states() if node.depth >= depth), None)

@@ -35,7 +35,8 @@ need them take them from the least recently used prefixes. Such prefixes move to
 a byte limit, and come back when they are used. They are dropped beyond that limit, and when they
 leave the device faster than they may be copied (`TO_HOST`), since every request waits for a copy. A
 state that a later one of the same session replaces is dropped first, and never copied to the host,
-unless another request diverges from it: an agent holds one state, not one per turn.
+unless another request diverges from it: an agent holds one state, not one per turn. Where room is
+short, its next turn takes the pages of that state instead of a copy.
 
 A tree belongs to one engine and one of its adapters, which fix the model, dtype, policy and cache
 format of its states; its tokens are those after the chat template. A policy whose decisions depend
@@ -45,6 +46,7 @@ new trees. Caches on a mesh keep no prefixes.
 
 import collections
 import dataclasses
+import itertools
 import time
 import weakref
 from collections.abc import Collection
@@ -360,18 +362,33 @@ class Prefixes:
         return count
 
     def _copy_to(self, lane: int, state: PrefixState) -> None:
-        """Gives a lane copies of a state's pages, or the pages themselves if none are free."""
+        """Gives a lane copies of a state's pages, or the pages themselves if room is short.
+
+        A session needs its last answer no longer once its next turn runs: rather than other
+        sessions lose their states to a copy, the turn takes the pages.
+        """
         allocator, counts = self._allocator, self._allocator.pages_for(state.lengths)
-        if allocator.can_take(counts, besides=state.pages):
+        last_of_session = state.ended and not state.node.is_awaited
+        if last_of_session and not self._has_spare(counts):
+            pages = state.pages
+            self._remove(state)
+        elif allocator.can_take(counts, besides=state.pages):
             self._pinned = state
             allocator.give(lane, counts)
             self._pinned = None
             self._runner.copy_pages(state.pages, allocator.pages_of(lane, state.lengths))
             return
-        pages = state.pages
-        self._move_to_host(state)
+        else:
+            pages = state.pages
+            self._move_to_host(state)
         allocator.give(lane, counts, pages)
         self._forget(pages)  # they change
+
+    def _has_spare(self, counts: Int[np.ndarray, "L K"]) -> bool:
+        """Whether rows can get so many pages without those of states that are still needed."""
+        replaced = itertools.takewhile(lambda each: each.superseded, self._on_device)
+        pages = np.concatenate([np.zeros(0, np.int32), *(each.pages for each in replaced)])
+        return self._allocator.has_spare(counts, pages)
 
     def _write_to(self, lane: int, state: PrefixState, lengths: Int[np.ndarray, "L K"]) -> bool:
         """Copies a state from host memory to a lane; False if the pool has no room for it.
@@ -441,6 +458,11 @@ class Prefixes:
             if node.state in self._on_device:
                 self._touch(node.state)
             return
+        _, behind_answer = self._continued.get(lane, (0, False))
+        shared = len(node.children) + node.ends > 1  # other prompts diverge here
+        within_turn = behind_answer and not (ended or shared or self._runner.appends)
+        if within_turn and not self._has_spare(allocator.pages_for(lengths)):
+            return  # the next turn will continue this one's answer: see `_replace`
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
         if ended or self._runner.appends:

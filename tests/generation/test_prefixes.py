@@ -340,6 +340,33 @@ def test_session_holds_only_its_last_state(thinks, pages, expected, host):
         assert not any(each.superseded for each in engine.runner.prefixes._on_host)
 
 
+def test_concurrent_turns_take_over_the_pages_of_their_sessions():
+    """Four sessions at a time, in a pool for little more than their last states: 17 pages a row.
+
+    With copies of the continued states the pool would need 30 pages a row, and sessions would lose
+    their states to each other.
+    """
+    engine = engine_of("evicts", 4, prefix_cache=0)
+    given = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, 5)]
+    with squeezed_with_prefixes(engine, 19 * 20):
+        for turn in range(6):
+            found = ask(engine, "evicts", given, dataclasses.replace(SHORT, max_new_tokens=3))
+            assert cached(found) == [turn and 10 + 9 * turn] * 4
+            given = [
+                prompt + one.tokens + [5 + turn] * 6
+                for prompt, one in zip(given, found, strict=True)
+            ]
+
+
+def test_state_that_another_queued_turn_continues_is_copied():
+    """Two turns that fork after an answer both continue it, although room is short."""
+    engine, (prompt,) = engine_of("evicts", 1, prefix_cache=0), prompts((30,))
+    with squeezed_with_prefixes(engine, 7 * 20):
+        (first,) = ask(engine, "evicts", [prompt])
+        start = prompt + first.tokens
+        assert cached(ask(engine, "evicts", [[*start, 5, 6, 7], [*start, 5, 7, 6]])) == [35, 35]
+
+
 @pytest.mark.parametrize("name", ["keeps", "might evict"])
 def test_preempted_request_continues_from_its_prefix(name, monkeypatch):
     """It is not prefilled again, because its state went to the host."""
