@@ -60,7 +60,6 @@ def test_prompts_and_answers(row, record_property):
     record_property("largest", check_run(row, prompts, parts, seed=3))
 
 
-@pytest.mark.own_seeds("other chunks may have no lane whose tokens fill them")
 def test_unpadded_chunks_equal_the_simulation():
     """Some chunks are full, some empty, and some leave places unused."""
     parts = [*ragged_parts(7, LENGTHS, (17, 9, 22), width=WIDTH, places=PLACES)]

@@ -1,9 +1,7 @@
 """The current files of the checkout that git does not ignore."""
 
-import hashlib
 import os
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,12 +18,3 @@ def files(without: str | None = None) -> list[str]:
     names = set(listed.stdout.decode().split("\0")) - {""}
     kept = [name for name in names if without is None or not name.startswith(without)]
     return sorted(name for name in kept if (ROOT / name).is_file())
-
-
-def digest(names: Iterable[str]) -> str:
-    """Returns a hash of the names and contents of files."""
-    found = hashlib.sha256()
-    for name in names:
-        text = (ROOT / name).read_bytes()
-        found.update(f"{name}\0{len(text)}\0".encode() + text)
-    return found.hexdigest()
