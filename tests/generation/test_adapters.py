@@ -94,18 +94,6 @@ def test_mismatched_adapters_are_refused(error, adapters, said):
     assert "\n" not in str(raised.value)
 
 
-def test_adapters_are_stacked_in_widest_dtype():
-    half = tiny(size=LowRank(1))
-    half = dataclasses.replace(
-        half, transformer=jax.tree.map(lambda x: x.astype("bfloat16"), half.transformer)
-    )
-    narrow, wide = slots_of(BASE, None, a=half)[1], slots_of(BASE, None, a=half, b=tiny())[1]
-    for slots, of_heads in ((narrow, "bfloat16"), (wide, "float32")):
-        attention, heads = (slots.join(BASE).layers.attention, slots.join(BASE).layers.adapter)
-        assert attention.qkv_proj.q.lora_a.dtype == "bfloat16"
-        assert heads.each.proj.kernel.dtype == of_heads
-
-
 def test_adapter_of_another_checkpoint_is_refused(tmp_path):
     shipped = dms_jax.assets.path("smollm2-135m-instruct-dms")
     for place, said in ((shipped, "trained on another base"), (tmp_path / "x", "no directory")):

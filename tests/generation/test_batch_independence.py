@@ -9,9 +9,7 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, Sampling
-from dms_jax.generation.programs import Program
 from dms_jax.model.language_model import LanguageModel
-from pallas_kernels import prefill_attention
 from tests.support.models import random_model, random_tokens, tiny_config
 
 LENGTHS = (11, 3, 20, 7, 20)
@@ -59,42 +57,3 @@ def test_answers_do_not_depend_on_batch(policy, dtype, arrangements):
                     chex.assert_trees_all_close(
                         np.array(left.logprobs), np.array(right.logprobs), rtol=1e-7, atol=tolerance
                     )
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("optimized")
-def test_bfloat16_roundings_do_not_depend_on_batch():
-    """XLA may keep more bits in a fusion: it did for the weights of one prompt, not of four."""
-    length, window, slots, dim = 128, 16, 64, 64
-    keys = jax.random.split(jax.random.key(0), 3)
-    heads = (8, 2, 2)
-    q, k, v = (
-        jnp.broadcast_to(
-            jax.random.normal(key, (length, n, dim), jnp.bfloat16), (4, length, n, dim)
-        )
-        for key, n in zip(keys, heads, strict=True)
-    )
-
-    @Program
-    def attend(q, k, v):
-        batch = len(q)
-        pages = jnp.zeros((1, slots, dim), q.dtype)
-        rows = (batch, heads[1])
-        return prefill_attention(
-            q,
-            k,
-            v,
-            jnp.zeros((*rows, length), bool),
-            jnp.full(batch, length),
-            pages,
-            pages,
-            jnp.zeros((*rows, 1), jnp.int32),
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros((*rows, slots), jnp.int32),
-            window=window,
-            scale=dim**-0.5,
-        )
-
-    one, four = attend(q[:1], k[:1], v[:1]), attend(q, k, v)
-    chex.assert_tree_all_finite(four)
-    chex.assert_trees_all_equal(four, jnp.broadcast_to(one[0], four.shape))

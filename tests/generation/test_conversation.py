@@ -82,16 +82,6 @@ def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
         past += turn + completion.tokens
 
 
-@pytest.mark.nightly
-def test_quest_turns_keep_their_prompts_dense():
-    """One run over all tokens differs: here the earlier answer was computed with selection."""
-    conversation = dms_jax.Conversation(model_for("quest", ends=False), **BRANCHES)
-    for turn in prompts([20, 6]):
-        completion = conversation.say(turn, sampling=SHORT)
-    assert completion.usage.live_tokens == 20 + 9 + 6 + 9 - 1
-    assert len(completion.tokens) == 9
-
-
 @on_fakes
 def test_stop_string_ends_turn_and_caches_nothing_after_it(prefilled):
     prompt, turn = prompts([9, 3])
@@ -228,21 +218,6 @@ def test_invalid_template_variables_are_refused(chatting):
 
 
 @on_fakes
-def test_end_token_is_not_repeated_by_template(chatting):
-    generation = dataclasses.replace(
-        chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
-    )
-    model = dataclasses.replace(chatting, generation=generation)
-    conversation = dms_jax.Conversation(model, **(SHAPE | {"max_tokens": 128}))
-    conversation.say(user("A cat"), sampling=SHORT)  # any first token ends it
-    ended = (chatting.tokenizer.eos_token_id,)
-    conversation._history = dataclasses.replace(conversation._history, before=ended)
-    second = conversation.say(user("sat"), sampling=SHORT)
-    more = chatting.tokenizer.encode("</s>[user] sat[assistant] ", False)
-    assert second.usage.prompt_tokens == len(more)
-
-
-@on_fakes
 def test_chat_after_plain_text_is_refused(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     conversation.say("A cat", sampling=SHORT)
@@ -253,12 +228,6 @@ def test_chat_after_plain_text_is_refused(chatting):
     conversation.say(user("A cat"), sampling=SHORT)
     with pytest.raises(DataError, match="does not repeat an earlier answer"):
         conversation.say(user("sat"), sampling=SHORT)
-
-
-def test_several_seeds_for_one_conversation_are_refused():
-    conversation = begun(**SHAPE)
-    with pytest.raises(ConfigError, match="2 seeds for 1 prompts"):
-        conversation.say([5], sampling=dms_jax.Sampling(seed=[1, 2]))
 
 
 # -- questions about one context ---------------------------------------------------------------
@@ -309,42 +278,11 @@ def test_questions_are_answered_as_alone_with_real_programs(name):
             assert getattr(found.usage, figure) == getattr(want.usage, figure)
 
 
-@on_fakes
-def test_chains_prefill_their_question_once(prefilled):
-    conversation = begun("evicts", **BRANCHES)
-    context, question = prompts([17, 6])
-    conversation.read(context)
-    prefilled.clear()
-    sampling = dataclasses.replace(SHORT, temperature=1.0)
-    answers = conversation.ask([question] * 2, sampling=sampling)
-    assert sum(prefilled) == len(question)
-    assert [each.usage.prefilled_tokens for each in answers] == [6, 0]
-    for copy, found in enumerate(answers):
-        want = answer(context + question, sampling, "evicts", copy=copy)
-        assert found.tokens == want.tokens
-
-
 def with_pages(conversation, pages: int):
     """Returns a new conversation with a pool of that many pages."""
     free = conversation._engine.runner.reservation.allocator._free
     free[0] = free[0][len(free[0]) - pages :]
     return conversation
-
-
-@on_fakes
-def test_questions_that_do_not_fit_together_wait():
-    """There is memory for the context and one question, but there are two branches."""
-    context, *questions = prompts([17, 4, 9])
-    conversation = with_pages(begun(**BRANCHES), 7 * 20)
-    conversation.read(context)
-    answers = conversation.ask(questions, sampling=SHORT)
-    expected = [answer(context + question, SHORT).tokens for question in questions]
-    assert [each.tokens for each in answers] == expected
-    small = with_pages(begun(**BRANCHES), 3 * 20)
-    small.read(context)
-    with pytest.raises(CapacityError, match=r"the prompt of prompt 1 \(26 tokens so far\)"):
-        small.ask(questions, sampling=SHORT)
-    assert small.say(questions[0], sampling=SHORT).tokens == expected[0]
 
 
 @on_fakes
@@ -361,14 +299,3 @@ def test_invalid_questions_and_contexts_are_refused(chatting):
     conversation.read("A cat")
     with pytest.raises(DataError, match="began with plain text"):
         conversation.say(user("sat"), sampling=SHORT)
-
-
-def test_context_may_fill_pool():
-    """The next turn fails, as there is no room for an answer."""
-    conversation = dms_jax.Conversation(
-        model_for("vanilla", ends=False), max_tokens=32, page_size=16, chunk=8, prefill_chunk=16
-    )
-    for _ in range(2):
-        conversation.read([5] * 16)
-    with pytest.raises(CapacityError):
-        conversation.say([6], sampling=GREEDY)

@@ -221,18 +221,3 @@ def test_strings_and_token_lists_are_equivalent():
     assert out == host_engine().generate(tokens, sampling=GREEDY)
     for prompt, each in zip(tokens, out, strict=True):
         assert each.text == text_behind(prompt, each.tokens)
-
-
-@pytest.mark.usefixtures("fakes")
-def test_limits_may_be_arbitrarily_large():
-    """The largest accepted options: a chunk is no longer than the longest answer."""
-    given, most, model = prompts([5]), 2**31 - 1, host_engine().model
-    out = dms_jax.generate(
-        model, given, sampling=GREEDY, chunk=most, prefill_chunk=most, page_size=16
-    )
-    answer(given[0]).check(*out.completions)
-    engine = Engine(model, num_lanes=1, max_tokens=2**62, chunk=most, prefill_tokens=most)
-    assert engine.chunk == model.config.max_position_embeddings
-    unbounded = dataclasses.replace(GREEDY, max_new_tokens=2**62, top_k=2**62)
-    (completion,) = dms_jax.generate(model, prompts([505]), sampling=unbounded).completions
-    assert len(completion.tokens) == 7

@@ -157,21 +157,6 @@ def _leaves(model):
     return jax.tree.leaves(nnx.state(model.transformer))
 
 
-def test_pool_bytes_equal_the_accounting():
-    model = model_for("quest", ends=False)
-    engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
-    runner = engine.runner
-    cache = runner.cache
-    pool = cache.k_pages.nbytes + cache.v_pages.nbytes
-    bounds = cache.page_state.low.nbytes + cache.page_state.high.nbytes
-    pages = 3 * 20 * 4
-    assert runner.reservation.allocator.pages_per_shard == pages
-    assert pool + bounds == pages * runner.page_bytes
-    assert runner.reservation.cache_bytes()[1] == 0
-    runner.reservation.reserve(np.array([0, 17, 0]))
-    assert runner.reservation.cache_bytes()[1] == 2 * 20 * runner.page_bytes
-
-
 def test_estimate_errors():
     with pytest.raises(CapacityError, match=r"16\.06 GB of weights do not fit 16 GB"):
         dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")
@@ -284,27 +269,6 @@ def test_lanes_are_counted_beside_their_pages(monkeypatch):
             sized(num_lanes=most + 1, memory=given)
 
 
-def test_pool_size_is_rounded_so_processes_share_programs(monkeypatch):
-    """Programs are compiled for the number of pages."""
-    model = model_for("vanilla")
-    sized = functools.partial(
-        pool_pages, model, POLICIES["vanilla"], num_lanes=64, max_tokens=4096, page_size=16
-    )
-    page, beside = (
-        2 * 16 * model.config.head_dim * 4,
-        64 * memory.lane_bytes(model.config, 4096, 16),
-    )
-    found = []
-    for pages in (4224, 4230, 4287, 4288):  # 66 and 67 times 64
-        monkeypatch.setattr(memory, "_device_memory", lambda _, n=pages: (n * page + beside, 1e12))
-        found.append(sized(memory=None))
-    assert found == [4224, 4224, 4224, 4288]
-    assert sized(memory=4287 * page) == 4287  # as it was asked
-    rows = model.config.num_layers * model.config.num_kv_heads
-    monkeypatch.setattr(memory, "_device_memory", lambda _: (rows * page + beside, 1e12))
-    assert sized(memory=None) == rows  # the fewest that run
-
-
 @pytest.mark.parametrize(
     ("stats", "most"),
     [
@@ -321,37 +285,3 @@ def test_cache_fits_largest_free_block(stats, most):
 
     free = memory.free_memory({"bytes_limit": 100_000, "bytes_in_use": 20_000, **stats})
     assert free == (most, 80_000)
-
-
-@pytest.mark.usefixtures("fakes")
-def test_too_large_cache_is_refused_on_creation(monkeypatch):
-    """A device allocates asynchronously."""
-    engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)
-
-    class Never:
-        def block_until_ready(self):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    monkeypatch.setattr(programs, "make_cache", lambda *arguments: Never)
-    with pytest.raises(OutOfMemoryError, match=r"no room for a cache of 80 pages .*`memory`"):
-        engine.runner.restart()
-    assert engine.runner.cache is None
-    monkeypatch.undo()
-    assert engine.generate(prompts([5]), sampling=SHORT)
-
-
-def test_pool_leaves_room_for_two_policy_states(monkeypatch):
-    """The default cache leaves room for them: SmolLM2's ExpectedAttention has 4.4 MB each."""
-    model, free, lanes = model_for("vanilla"), 20_000_000, 100
-    policy = dms_jax.ExpectedAttention(budget=30, interval=8)
-    monkeypatch.setattr(memory, "_device_memory", lambda model: (free, 10 * free))
-    state = lanes * memory.state_bytes(model.config, policy, model.dtype)
-    beside = lanes * memory.lane_bytes(model.config, 512, 16)
-    assert 2 * state < free - beside
-    sized = functools.partial(
-        pool_pages, model, policy, num_lanes=lanes, max_tokens=512, page_size=16
-    )
-    page = 2 * 16 * model.config.head_dim * 4
-    fit = (free - beside - 2 * state) // page
-    assert fit * 63 // 64 < sized(memory=None) <= fit
-    assert sized(memory=free) == (free - state) // page

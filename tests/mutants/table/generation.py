@@ -13,10 +13,8 @@ SAMPLING = "tests/generation/test_sampling.py"
 MEMORY = "tests/generation/test_memory.py"
 GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
-ARRIVALS = "tests/generation/test_arrivals.py"
 CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
-OVERLAP = "tests/generation/test_overlap.py"
 READING = "tests/generation/test_prefill_queue.py"
 FAIRNESS = "tests/generation/test_fairness.py"
 TALK = "tests/generation/test_conversation.py"
@@ -79,7 +77,7 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "return found & cancelled",
         "return set()",
-        (f"{CANCEL}::test_cancelled_prompt_is_completed_for_its_sharer",),
+        (f"{READING}::test_sharers_spare_cancelled_prompt",),
     ),
     Mutant(
         "generation: answers wait while the prompt of another request is read",
@@ -93,24 +91,23 @@ MUTANTS = [
         FOLDER + "scheduler.py",
         "elif request.state is State.PREFILL or not request.has_new_tokens",
         "elif not request.has_new_tokens",
-        (f"{OVERLAP}::test_ended_request_recomputes_whole_prompt_after_error",),
+        (
+            "tests/generation/test_overlap.py::test_ended_request_recomputes_whole_prompt_after_error",
+        ),
     ),
     Mutant(
         "generation: nothing is read on after a preemption, until others were let in",
         FOLDER + "engine.py",
         "continue  # with the requests that are left, before others are admitted",
         "return",
-        (f"{ARRIVALS}::test_prefill_continues_in_turn_of_preemption",),
+        ("tests/generation/test_arrivals.py::test_prefill_continues_in_turn_of_preemption",),
     ),
     Mutant(
         "generation: short prompts wait for the end of long ones",
         FOLDER + "prefill.py",
         "self._shortest_next = not self._shortest_next",
         "pass",
-        (
-            f"{READING}::test_short_prompt_alternates_with_the_oldest",
-            f"{FAIRNESS}::test_short_prompt_overtakes_long_one",
-        ),
+        (f"{READING}::test_short_prompt_alternates_with_the_oldest",),
     ),
     Mutant(
         "generation: a long prompt waits for the end of all shorter ones",
