@@ -16,7 +16,6 @@ from dms_jax.model import layers
 from dms_jax.model.layers import ExpertMatrices, ExpertMLP, Routed
 from dms_jax.sharding import DECODING_RULES, make_mesh
 from dms_jax.training.parameters import parameters, rebuilder, shardings
-from tests.support.for_gpus import told_by
 from tests.support.instances import further
 from tests.support.models import tiny_config
 
@@ -177,10 +176,3 @@ def test_routed_counts_tokens_and_sums_probabilities(name):
         found = module(name).routed(jnp.asarray(x), jnp.asarray(counted))
         _, counts, sums = oracle(name, x[:, 1:4])
         chex.assert_trees_all_close(found, Routed(counts, sums), rtol=1e-12)
-
-
-def test_step_reads_expert_matrices_in_place():
-    """The stack of all layers is neither cut nor transposed into new arrays."""
-    found = told_by("tests/model/compiled_experts.py")
-    assert found["every"] == {"written": [], "kernels": 0}
-    assert found["grouped"] == {"written": [], "kernels": 2 * 4}  # in a turn of four layers

@@ -1,6 +1,5 @@
 """Budgets: rounding of ratios to tokens, and allocation over heads and layers."""
 
-import dataclasses
 import fractions
 import math
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
+from dms_jax.policies import AdaKV, Knorm, PyramidKV, SnapKV
 from dms_jax.policies.budget import highest
 from dms_jax.policies.values import Chunk, PolicyState
 from tests.support.chunks import chunk_of, tokens_of
@@ -75,26 +74,6 @@ def test_heads_compete_beyond_their_guarantee(alpha, kept):
     chex.assert_trees_all_equal(found[0], np.array(kept))
 
 
-def test_head_below_its_share_takes_nothing_else():
-    scores = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
-    found = AdaKV(SnapKV(), alpha=1.0).select(scores, jnp.asarray([[2]]), token())
-    chex.assert_trees_all_equal(found[0], np.array([[1, 1, 1, 0], [1, 0, 0, 0]]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Counting(Knorm):
-    """Counts in its row state how often the pool was written to."""
-
-    def written(self, state, chunk, placement, pool):
-        return dataclasses.replace(state, rows=state.rows + 1)
-
-
-def test_allocation_updates_the_scorers_state():
-    policy = AdaKV(PyramidKV(Counting()))
-    state = policy.written(PolicyState(rows=jnp.zeros((1, 1))), token(), None, None)
-    chex.assert_trees_all_equal(state.rows, np.ones((1, 1), np.float32))
-
-
 def budgets(policy, num_layers):
     return [
         int(policy.layer_budget(token(layer=layer, num_layers=num_layers))[0, 0])
@@ -130,18 +109,3 @@ def test_rows_of_a_layer_are_due_together_on_any_mesh(last, due):
     )
     chex.assert_trees_all_equal(of_devices(lengths), np.array([due] * 4))
     chex.assert_trees_all_equal(policy.due(PolicyState(), lengths, token()), np.array([due]))
-
-
-def test_random_draws_differ_by_layer_head_and_cut():
-    """Independent uniform numbers: mean 1/2, uncorrelated to within 4 / sqrt(n)."""
-    policy, slots = RandomSelection(seed=3), 4000
-
-    def draw(policy=policy, layer=0, newest=100):
-        drawn = policy.draw(jnp.asarray(layer), jnp.arange(2), jnp.asarray([newest]), slots)
-        return np.asarray(drawn[0])
-
-    rows = [*draw(), *draw(layer=1), *draw(newest=101), *draw(RandomSelection(seed=4))]
-    correlations = np.corrcoef(rows) - np.eye(len(rows))
-    assert np.abs(correlations).max() < 4 / math.sqrt(slots)
-    assert np.abs(np.mean(rows, axis=1) - 0.5).max() < 4 * math.sqrt(1 / 12 / slots)
-    chex.assert_trees_all_equal(draw(), draw())

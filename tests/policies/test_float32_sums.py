@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, KeyDiff, Quest, SnapKV, Vanilla
+from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, Quest, Vanilla
 from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Tokens
 from dms_jax.policies.victims import query_weights
-from tests.oracles import dmc, scored
+from tests.oracles import dmc
 from tests.support.chunks import chunk_of, observed, read, state_of, tokens_of
 
 HALF = jnp.bfloat16
@@ -104,20 +104,6 @@ def test_h2o_adds_up_a_dense_prompt_without_its_padding(count):
     assert not sums[count:].any()
 
 
-def test_h2o_adds_up_float64_queries_in_fewer_bits():
-    """Float64 queries of a prompt whose cache, and hence sums, has fewer bits."""
-    with jax.enable_x64(True):
-        policy = H2O(budget=8, prefill="dense_then_evict")
-        k = jnp.ones((1, 6, 1, 4), jnp.bfloat16)
-        chunk = one_row(k, scale=0.5)
-        state = state_of(policy, 1, 1, 4, k.dtype, num_pages=1, page_size=6)
-        q = jnp.ones((1, 6, 2, 4), jnp.float64)
-        sums = sums_of_a_prompt(policy, state, chunk, q, jnp.swapaxes(k, 1, 2))
-    assert sums.dtype == jnp.float32
-    want = [sum(1 / n for n in range(slot + 1, 7)) for slot in range(6)]
-    chex.assert_trees_all_close(sums[0], np.asarray(want, np.float32), rtol=1e-6)
-
-
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_the_weights_of_a_query(size):
     """Also with large logits: at a scale of 30 they reach a thousand."""
@@ -148,18 +134,6 @@ def test_dms_decides_by_the_exact_logit(source):
     chex.assert_trees_all_close(decisions.logits[0, 0], logits, rtol=1e-5, atol=1e-6)
 
 
-def test_dmc_weighs_by_the_exact_mean_of_the_group():
-    random = np.random.default_rng(3)
-    q, wide_q = halves(random, 1, 50, 6, 4)
-    k, wide_k = halves(random, 1, 50, 2, 4)
-    decisions = DMC(offset=0.3).decide(shown(q, k))
-    want = dmc.importance_weights(wide_q[0], 2, offset=0.3)
-    chex.assert_trees_all_close(decisions.importance[0].T, want, rtol=1e-5)
-    chex.assert_trees_all_close(
-        decisions.logits[0].T, dmc.merge_logits(wide_k[0], offset=0.3), rtol=1e-5, atol=1e-6
-    )
-
-
 def test_expected_attention_learns_the_moments_of_500_queries():
     """Compares mean and covariance of all queries but the first `sinks`, token by token."""
     random = np.random.default_rng(4)
@@ -179,33 +153,6 @@ def test_expected_attention_learns_the_moments_of_500_queries():
     chex.assert_trees_all_close(
         rows.spread[0, 0, 0] / len(past), np.cov(past.T, bias=True), rtol=1e-3, atol=1e-3
     )
-
-
-def test_keydiff_distinguishes_similar_keys():
-    """Directions that differ by a hundredth, with cosines near one."""
-    random = np.random.default_rng(5)
-    keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
-    rows = Rows(k=keys, v=keys, lengths=jnp.asarray([[40]], jnp.int32))
-    found = KeyDiff(budget=8).scores(None, None, rows)
-    wide = np.asarray(keys, np.float64)[0, 0][:, None]
-    want = scored.keydiff(wide)(39, [list(range(40))])[0]
-    chex.assert_trees_all_close(found[0, 0], want, rtol=1e-7, atol=1e-6)
-
-
-def test_snapkv_votes_with_exact_weights():
-    random = np.random.default_rng(6)
-    policy = SnapKV(budget=16, window=4, kernel=3)
-    q, wide_q = halves(random, 1, 40, 2, 4)
-    k, wide_k = halves(random, 1, 40, 1, 4)
-    chunk = one_row(k, q=q, scale=0.5)
-    state = state_of(policy, 1, 1, 4, HALF, group=2)
-    state = policy.observe(state, chunk, None, observed(q=q))
-    rows = Rows(
-        k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(k, 1, 2), lengths=jnp.asarray([[40]], jnp.int32)
-    )
-    found = policy.scores(state, chunk, rows)
-    want = scored.snapkv(wide_q[0], wide_k[0], 4, 3)(39, [list(range(40))])[0]
-    chex.assert_trees_all_close(found[0, 0], want, rtol=1e-4)
 
 
 @pytest.mark.parametrize("best", [0, 1])
