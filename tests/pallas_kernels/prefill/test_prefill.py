@@ -24,7 +24,6 @@ from tests.pallas_kernels.prefill.support import (
 from tests.pallas_kernels.support import (
     TOLERANCE,
     interpret,
-    lower_for_cuda,
     on_the_card,
     poison_free_memory,
     relative_error,
@@ -32,7 +31,7 @@ from tests.pallas_kernels.support import (
     tpu_interpreters,
 )
 from tests.support.ahead import compile_ahead
-from tests.support.instances import further, nightly_but
+from tests.support.instances import further
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -166,25 +165,6 @@ def test_tpu_kernel_in_the_interpreter(name):
         output = tpu.prefill(*operands, **options)
         assert not interpret_pallas_call.races.races_found
         assert relative_error(output, wanted) <= TOLERANCE[case.dtype]
-
-
-LOWERED = [
-    (name, implementation)
-    for name in ("plain", "small_pages", "no_pages", "odd_group", "dim_96", "dim_256")
-    for implementation in ("mosaic_gpu", "mosaic_mma")
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    nightly_but({("plain", "mosaic_gpu"), ("dim_96", "mosaic_mma")}, LOWERED),
-)
-def test_gpu_kernel_lowers(name, implementation):
-    case = BY_NAME[name]
-    arrays = dict(zip(ORDER, structs(case), strict=True))
-    run = attend(case, implementation)
-    text = lower_for_cuda(lambda **x: run([x[n] for n in ORDER]), **arrays)
-    assert "stablehlo.custom_call @mosaic_gpu" in text
 
 
 @pytest.mark.nightly
