@@ -332,19 +332,6 @@ def test_scaled_ropes_add_positions(fields, positions):
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn"])
-@pytest.mark.parametrize("positions", [1, 100, 512])
-def test_positions_survive_saving_twice(kind, positions):
-    original = 512 if kind == "yarn" else None
-    rope = Rope(kind=kind, factor=3.0, original_max_position_embeddings=original)
-    config = dataclasses.replace(
-        ModelConfig.from_hf(SMALL_512), max_position_embeddings=positions, rope=rope
-    )
-    once = ModelConfig.from_hf(config.to_hf())
-    assert ModelConfig.from_hf(once.to_hf()) == once
-    assert once.rope == rope
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -1,6 +1,5 @@
 """Executables on disk run without tracing, and only if no other user can have written them."""
 
-import contextlib
 import dataclasses
 import inspect
 import math
@@ -24,7 +23,7 @@ from dms_jax import compilation, executables
 from dms_jax.generation import Engine, Grammar, precompile, programs
 from dms_jax.generation.programs import Program
 from dms_jax.generation.sampling import Sampling
-from tests.generation.support import MECHANISMS, model_for
+from tests.generation.support import model_for
 from tests.support.compilations import Compilations
 from tests.support.instances import further
 
@@ -199,16 +198,6 @@ def test_jax_cache_skips_only_our_programs(kept):
     assert len([*kept.parent.iterdir()]) > 1
 
 
-def test_programs_from_jax_cache_are_not_stored(kept, monkeypatch):
-    """Its functions would be lost, and the next process could not run it."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    monkeypatch.setattr(compilation, "without_jax_cache", contextlib.nullcontext)
-    given = zeros(), FILLED, LANES
-    jax.jit(function(), donate_argnums=0, compiler_options=programs.OPTIONS).lower(*given).compile()
-    assert prepare(process(), zeros(), FILLED, LANES) == (0, 1)
-    assert not [*kept.iterdir()]
-
-
 def test_oldest_files_are_deleted(kept, monkeypatch):
     program, sizes = process(), (2, 3, 4, 5)
     for rows in sizes[:3]:
@@ -312,16 +301,6 @@ def calls_of(engine: Engine):
     return *calls.steps(4, 8, (2,)), *masked, calls.extend(shape, 4)
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_a_draw_is_precompiled_for_the_results_of_a_step(name):
-    """Its arguments have the shapes and dtypes of the results of `advance`, which is not traced."""
-    engine = Engine(model_for(name), num_lanes=2, max_tokens=64, page_size=16)
-    calls = precompile._Calls(engine.runner, Sampling(temperature=0.5).filter)
-    (_, given), (_, drawn) = calls.steps(4, 1, (2,), masked=True)
-    step = jax.eval_shape(programs.advance.jitted, *given)[1]
-    chex.assert_trees_all_equal_shapes_and_dtypes(drawn[1], step)
-
-
 POLICIES = {
     "vanilla": None,
     "SnapKV": dms_jax.SnapKV(budget=16, window=4, interval=8, kernel=3),
@@ -396,21 +375,6 @@ def test_compiled_and_loaded_programs_answer_alike(kept, monkeypatch, mesh, gram
     # process.
     assert read[1] >= len([*kept.iterdir()]) >= (5 if grammar is None else 3)
     assert answers[0] == answers[1]
-
-
-def test_runtime_is_imported_before_loading(kept, monkeypatch):
-    seen = []
-    monkeypatch.setattr(executables, "import_runtime", lambda platform: seen.append(platform))
-    monkeypatch.setattr(
-        executables.serialize_executable,
-        "deserialize_and_load",
-        lambda *_, **__: seen.append("read"),
-    )
-    key, payload = "0" * 64, pickle.dumps((b"", None))
-    (kept / key).write_bytes(executables._header(key, payload) + payload)
-    (kept / key).chmod(0o600)
-    executables.read(key, None, jax.devices("cpu")[:1])
-    assert seen == ["cpu", "read"]
 
 
 def test_mosaic_kernels_find_their_runtime_without_tracing():

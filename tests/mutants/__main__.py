@@ -13,7 +13,6 @@ import concurrent.futures
 import os
 import pathlib
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 
 from tests.mutants.mutant import Mutant
 from tests.mutants.table import MUTANTS
-from tests.support.tree import RESULTS, ROOT, files
+from tests.support.tree import ROOT, copy_tree
 
 # Exit statuses of pytest: all tests passed; some failed; none was collected.
 VERDICTS = {0: "survived", 1: "killed", 5: "has no test"}
@@ -63,15 +62,6 @@ def main() -> int:
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
     print(f"left: {', '.join(survivors) or '-'}")
     return len(survivors)
-
-
-def copy_tree(target: pathlib.Path) -> pathlib.Path:
-    """Copies the files of the checkout, except figures written by scripts."""
-    target = target.resolve()
-    for name in files(without=RESULTS):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, target / name)
-    return target
 
 
 def judge(tree: pathlib.Path, mutant: Mutant, timeout: float) -> tuple[str, str]:
