@@ -35,9 +35,6 @@ OLD_EMITTER = (
 # Where a test runs for longer than it compiles (`optimized`), LLVM's first level makes its programs
 # as quick as the third does, in half of the time; without that fixture no level is asked for.
 QUICK_FLAGS = f"{OLD_EMITTER} --xla_backend_optimization_level=1"
-# Folders whose tests the gate runs with jaxtyping's checks; of each law it checks one instance.
-TYPED = {"policies", "model", "cache"}
-LAWS = "laws"
 # Every compiled program holds some memory maps. Linux grants a process 65,530, and jax crashes
 # beyond them. Released programs come back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
@@ -54,9 +51,6 @@ hypothesis.settings.load_profile("house")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run on the NVIDIA GPU of this machine")
-    parser.addoption(
-        "--job", choices=("typed", "plain"), help="the tests that the gate runs with types, or not"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,31 +96,12 @@ def prepare_jax(gpu: bool = False) -> None:
         os.environ.setdefault(name, value)
 
 
-@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     if not config.getoption("--gpu"):
         needs_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: pass --gpu on a machine with one")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(needs_gpu)
-    yield  # `-m` and `-k` choose
-    if job := config.getoption("--job"):
-        typed = typed_job(items)
-        left_out = [item for item in items if (item in typed) != (job == "typed")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if (item in typed) == (job == "typed")]
-
-
-def typed_job(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns the tests that the gate runs with jaxtyping's checks; see `TYPED`."""
-    chosen, laws = set(), set()
-    for item in items:
-        folder = item.path.relative_to(CHECKOUT / "tests").parts[0]
-        function = getattr(item, "function", item)
-        if folder in TYPED or (folder == LAWS and function not in laws):
-            chosen.add(item)
-            laws.add(function)
-    return chosen
 
 
 def pytest_collection_finish() -> None:

@@ -129,7 +129,7 @@ def test_llama_and_qwen3_biases():
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
 
 
-def test_missing_fields_have_the_defaults_of_transformers():
+def test_missing_fields_have_defaults():
     llama = ModelConfig.from_hf(
         {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
     )

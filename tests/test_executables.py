@@ -160,14 +160,14 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
-def test_world_writable_files_are_not_read(written, tmp_path, doubt):
+def test_writable_files_are_not_read(written, tmp_path, doubt):
     plant(written, tmp_path / "loud")
     DOUBTS[doubt](written)
     assert prepare(process(), zeros(), FILLED, LANES)[1] == 0
     assert not (tmp_path / "loud").exists()
 
 
-def test_control_malicious_pickle_would_run(written, tmp_path):
+def test_malicious_pickle_would_run(written, tmp_path):
     """Control of the test above."""
     plant(written, tmp_path / "loud")
     process().prepare(zeros(), FILLED, LANES)
@@ -239,7 +239,7 @@ def test_key_depends_on_compiler_and_versions(kept, monkeypatch, change):
     assert key(zeros(), FILLED, LANES) != before
 
 
-def test_a_key_depends_on_settings_and_shapes_not_values(kept):
+def test_key_depends_on_settings_and_shapes(kept):
     del kept
     mesh = dms_jax.make_mesh(data=2)
     placed = [
@@ -377,7 +377,7 @@ def test_compiled_and_loaded_programs_answer_alike(kept, monkeypatch, mesh, gram
     assert answers[0] == answers[1]
 
 
-def test_mosaic_kernels_find_their_runtime_without_tracing():
+def test_mosaic_kernels_find_their_runtime():
     call = (
         "import os; from dms_jax import executables; "
         "assert 'MOSAIC_GPU_RUNTIME_LIB_PATH' not in os.environ; "

@@ -115,7 +115,7 @@ def test_every_cache_is_split_by_rows_and_pages(name):
     chex.assert_trees_all_equal_structs(specs, cache)
 
 
-def test_experts_and_model_axes_split_other_parameters_together():
+def test_experts_and_model_axes_split_parameters():
     """Experts are split over `experts` and each one over `model`; otherwise over both together."""
     mesh = sharding.make_mesh(2, 2, experts=2)
     assert sharding.mesh_sizes(mesh) == (2, 1, 4)

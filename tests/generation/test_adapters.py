@@ -63,7 +63,7 @@ def test_base_is_not_served_under_evicting_policy():
         assert slots_of(BASE, None, a=tiny(policy))[1].names == ("a",)
 
 
-def test_given_policy_runs_all_adapters_without_unused_heads():
+def test_given_policy_drops_unused_heads():
     window = dataclasses.replace(HEAD, window=9)
     assert slots_of(BASE, window, a=tiny(), b=tiny(window))[0] == window
     tova = dms_jax.TOVA(budget=8)
@@ -133,7 +133,7 @@ def test_unknown_adapter_is_refused(pytestconfig):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_equal_prompts_of_different_adapters_are_no_copies():
+def test_adapters_share_no_copies():
     """Each draws like the first request of its adapter."""
     engine, (prompt,) = adapted_engine(), prompts((5,))
     sampling = dataclasses.replace(SHORT, temperature=1.0)

@@ -164,7 +164,7 @@ def test_prompt_that_cannot_fit_is_refused_up_front(name, prefilled):
         check(engine.generate(given[:2], sampling=SHORT), given[:2], name=name, ends=ENDS)
 
 
-def test_too_long_answer_is_refused_unless_it_may_end_early(prefilled):
+def test_too_long_answer_is_refused(prefilled):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
     engine, ending = host_engine(lanes=1), host_engine(lanes=1, ends=ENDS)

@@ -70,7 +70,7 @@ def test_cleared_conversation_starts_over(name, prefilled):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova"])
-def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
+def test_turns_equal_one_run_with_real_programs(name):
     conversation, past = dms_jax.Conversation(model_for(name, ends=False), **BRANCHES), []
     for turn in prompts([9, 4, 11]):
         completion = conversation.say(turn, sampling=SHORT)
@@ -83,7 +83,7 @@ def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
 
 
 @on_fakes
-def test_stop_string_ends_turn_and_caches_nothing_after_it(prefilled):
+def test_stop_string_ends_turn(prefilled):
     prompt, turn = prompts([9, 3])
     sampling = dataclasses.replace(SHORT, stop=answer(prompt).text[9:12], max_new_tokens=20)
     conversation = begun(**SHAPE)
@@ -189,7 +189,7 @@ def test_chat_template_renders_each_turn_once(chatting, prefilled):
 
 
 @on_fakes
-def test_template_variables_apply_wherever_messages_are_rendered(chatting, prefilled):
+def test_template_variables_apply_everywhere(chatting, prefilled):
     """Prompts, every turn of a conversation, and documents to train on."""
     chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
     thinking = chatting.with_template(thinking="hm")

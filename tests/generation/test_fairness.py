@@ -142,7 +142,7 @@ def ends_of(engine, looks):
     return ended
 
 
-def test_requests_are_admitted_by_priority_then_arrival():
+def test_requests_run_by_priority_then_arrival():
     engine, given = host_engine(lanes=1), prompts((5, 6, 7, 8, 9, 4))
     requests = with_priorities(given, 1, 5, 0, 5, -2, 0)
     assert ends_of(engine, [requests[:5], requests[5:]]) == [4, 2, 5, 0, 1, 3]
@@ -150,7 +150,7 @@ def test_requests_are_admitted_by_priority_then_arrival():
 
 
 @pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0)])
-def test_youngest_of_lowest_priority_is_preempted_and_returns_first(priorities, monkeypatch):
+def test_least_urgent_youngest_is_preempted(priorities, monkeypatch):
     """Three answers grow beyond the pool."""
     engine, left = host_engine(lanes=3), []
     preempt = Scheduler.preempt

@@ -113,7 +113,7 @@ def test_chains_answer_as_prompt_alone(name):
         same_usage(one.usage, alone.usage)
 
 
-def test_values_in_host_memory_are_written_between_chunks(monkeypatch):
+def test_host_values_are_written_between_chunks(monkeypatch):
     """The next steps must not read values before they are written."""
     engine = engine_for("kcache")
     _, order = in_order(monkeypatch, engine, prompts((5, 13)))

@@ -177,7 +177,7 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     assert chunks == ["step"] + ["whole"] * 4  # of four steps each
 
 
-def test_grammar_resumes_from_recorded_tokens_after_error(engine, monkeypatch):
+def test_grammar_resumes_after_error(engine, monkeypatch):
     """Its matcher has consumed tokens that the error lost."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     want = engine.generate(PROMPTS[:2], sampling=sampling)

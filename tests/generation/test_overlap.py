@@ -76,7 +76,7 @@ def test_chunk_is_launched_before_last_is_collected(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
-def test_prefill_is_launched_before_last_lengths_are_collected(name, monkeypatch):
+def test_prefill_does_not_wait_for_lengths(name, monkeypatch):
     """Two prefill programs and the first chunk of steps, under every policy."""
     order, set_lengths = [], Reservation._set_lengths
     names = {programs.extend: "prompt", programs.decode: "steps"}
@@ -98,7 +98,7 @@ def test_prefill_is_launched_before_last_lengths_are_collected(name, monkeypatch
 @pytest.mark.parametrize(
     ("name", "fewest"), [("keeps", 4), ("evicts", 4), ("cuts", 4), ("evicts", 8)]
 )
-def test_last_steps_of_chunk_run_while_lanes_are_refilled(name, fewest, monkeypatch):
+def test_lanes_refill_while_steps_run(name, fewest, monkeypatch):
     """Answers and usage equal those of chunks in turn."""
     engine, order, collect = host_engine(name), [], Runner.collect
     lengths = (3, 9, 20, 6, 17, 12, 1, 20, 11)
@@ -136,7 +136,7 @@ def test_last_steps_of_chunk_run_while_lanes_are_refilled(name, fewest, monkeypa
 # -- requests that come ------------------------------------------------------------------------
 
 
-def test_ended_request_recomputes_whole_prompt_after_error(monkeypatch):
+def test_ended_request_is_recomputed_after_error(monkeypatch):
     """Its only token was drawn, and steps of another request failed before it was reported."""
     engine, (short, prompt) = host_engine(), prompts((5, 20))
     one = dataclasses.replace(GREEDY, max_new_tokens=1)

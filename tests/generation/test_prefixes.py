@@ -125,7 +125,7 @@ def test_adapters_share_no_prefixes(name):
     assert engine.runner.reservation.allocator.pages_of_prefixes == 0
 
 
-def test_prefixes_depend_on_longest_length_if_budget_does(monkeypatch):
+def test_prefixes_depend_on_max_length(monkeypatch):
     engine, (prompt,) = engine_of("bounded", 4), prompts((29,))
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
     longer = dataclasses.replace(SHORT, max_new_tokens=7)

@@ -52,7 +52,7 @@ def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
     assert sum(prefilled) == sum(prefilled_of(found))
 
 
-def test_prompts_of_different_longest_lengths_share_nothing(monkeypatch):
+def test_other_max_lengths_share_no_prompt(monkeypatch):
     """Budgets of half of different lengths differ, so that equal prompts share nothing."""
     engine, (prompt,) = host_engine(lanes=4), prompts([20])
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())

@@ -149,7 +149,7 @@ def test_step_over_split_sequences_has_no_collective():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Vanilla", "DMS with an adapter"])
-def test_prompts_over_split_lanes_gather_their_last_states(name):
+def test_split_prompts_gather_last_states(name):
     """Four prompts in 32 lanes of four devices: entries, rows and pages stay on their device."""
     mesh, entries = dms_jax.make_mesh(4), 4
     model, cache, _, table, *_ = split_arguments(POLICIES[name], CONFIG, mesh, GREEDY)

@@ -114,7 +114,7 @@ def test_overflow_in_one_expert_spares_other_tokens():
 
 
 @pytest.mark.parametrize(("sequences", "length", "every"), [(4, 1, 1), (4, 2, 0), (129, 1, 0)])
-def test_only_steps_of_few_sequences_compute_every_expert(sequences, length, every, monkeypatch):
+def test_small_steps_compute_every_expert(sequences, length, every, monkeypatch):
     """One sequence with two of four experts need not read them all."""
     called = []
     real = layers._every_expert

@@ -113,7 +113,7 @@ def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, block, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["product", "blocks"])
-def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16(form, monkeypatch):
+def test_frequent_token_gradient_in_bfloat16(form, monkeypatch):
     """In bfloat16 a sum of ones stops growing at 256."""
     monkeypatch.setattr(layers, "_sum_by_product", getattr(layers, f"_sum_by_{form}"))
     table = jnp.zeros((4, 2), jnp.bfloat16)

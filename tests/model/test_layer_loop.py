@@ -75,7 +75,7 @@ def starts_and_turns(config, policy):
     return [(each.start, len(each.group), each.turns) for each in found]
 
 
-def test_the_loop_runs_over_the_shortest_group_of_kinds():
+def test_loop_runs_over_shortest_group():
     gemma = windows(26, *["sliding"] * 5, "full")
     assert starts_and_turns(gemma, Vanilla()) == [(0, 6, 4), (24, 2, 1)]
     assert starts_and_turns(windows(36, "sliding", "full"), Vanilla()) == [(0, 2, 18)]

@@ -32,9 +32,7 @@ def test_single_narrow_vector_multiplies_as_in_a_batch(dtype):
         (2, 512, 128, jnp.float32, False),
     ],
 )
-def test_a_long_narrow_matrix_is_summed_in_halves_for_few_vectors(
-    vectors, length, width, dtype, halves
-):
+def test_long_narrow_matrices_are_summed_in_halves(vectors, length, width, dtype, halves):
     x = jax.random.normal(jax.random.key(0), (vectors, 1, length), dtype)
     kernel = jax.random.normal(jax.random.key(1), (length, width), dtype)
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)

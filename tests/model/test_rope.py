@@ -23,7 +23,7 @@ def test_rotation_equals_complex_multiplication():
     )
 
 
-def test_dtype_of_the_input_is_kept_and_arithmetic_is_wider():
+def test_rotation_keeps_dtype():
     rope = Rope(theta=50.0)
     cos, sin = rope_tables(rope, 8, jnp.arange(30)[None], dtype=jnp.bfloat16)
     chex.assert_type([cos, sin], jnp.float32)

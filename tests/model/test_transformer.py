@@ -61,19 +61,16 @@ def run(model, tokens, policy, **options):
     ],
     ids=str,
 )
-def test_logits_equal_the_numpy_transformer(switches, record_property):
+def test_logits_equal_the_numpy_transformer(switches):
     model = random_model(tiny_config(**switches), seed=4)
     tokens = random_tokens(1, 2, 17)
     logits = np.asarray(model.unembed(run(model, tokens, Vanilla()).hidden))
-    largest = 0.0
     for row in range(2):
         want = transformer.run(
             oracle_weights(model), tokens[row], lambda layer: vanilla.simulate(*layer.rotated)
         )
-        largest = max(largest, np.abs(logits[row] - want.logits).max())
-    assert largest < 1e-10
+        assert np.abs(logits[row] - want.logits).max() < 1e-10
     assert logits.std() > 0.3
-    record_property("largest", float(largest))
 
 
 @pytest.mark.parametrize("policy", nightly_but(PARALLEL[:4], PARALLEL), ids=repr)
@@ -128,7 +125,7 @@ def test_recorded_decisions_can_be_replayed():
     chex.assert_trees_all_close(kept.hidden, plain.hidden, rtol=1e-7, atol=1e-12)
 
 
-def test_half_precision_logits_are_accumulated_in_float32():
+def test_logits_accumulate_in_float32():
     small = random_model(tiny_config(), dtype=jnp.bfloat16)
     passed = run(small, random_tokens(1, 1, 5), Vanilla())
     chex.assert_type(passed.hidden, jnp.bfloat16)

@@ -39,7 +39,7 @@ def test_first_applicable_entry_is_taken(tmp_path, monkeypatch):
     assert tuned.lookup(both, "attend", head_dim=64, small=True) == {"stages": 3}
 
 
-def test_gpus_of_one_architecture_share_measured_settings():
+def test_gpus_share_settings_by_architecture():
     assert DEFAULT_GPU.measured_as == ("NVIDIA H200",)
     assert RELATED.measured_as == ("NVIDIA H100 PCIe", "NVIDIA H200")
     for other in (GPU("NVIDIA A100-SXM4-80GB", 108, (8, 0)), GPU("NVIDIA B200", 148, (10, 0))):

@@ -15,8 +15,6 @@ from dms_jax.policies.budget import highest
 from dms_jax.policies.values import Chunk, PolicyState
 from tests.support.chunks import chunk_of, tokens_of
 
-NOTHING = -np.inf
-
 
 def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
     """Returns a chunk of one token per sequence."""

@@ -134,7 +134,7 @@ def test_dms_decides_by_the_exact_logit(source):
     chex.assert_trees_all_close(decisions.logits[0, 0], logits, rtol=1e-5, atol=1e-6)
 
 
-def test_expected_attention_learns_the_moments_of_500_queries():
+def test_expected_attention_learns_moments():
     """Compares mean and covariance of all queries but the first `sinks`, token by token."""
     random = np.random.default_rng(4)
     policy = ExpectedAttention(budget=64, sinks=3)

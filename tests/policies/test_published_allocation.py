@@ -39,7 +39,7 @@ def test_adakv_equals_the_authors_code(scores, alpha, budget):
     assert abs(found.sum() - 4 * budget) <= 4
 
 
-def test_only_the_published_guarantee_excludes_the_window(scores):
+def test_published_guarantee_excludes_window(scores):
     whole = np.concatenate([scores, np.full((4, 32), np.inf, np.float32)], axis=1)
     kept = {}
     for rule in ("published", "kvpress"):

@@ -91,9 +91,7 @@ MUTANTS = [
         FOLDER + "scheduler.py",
         "elif request.state is State.PREFILL or not request.has_new_tokens",
         "elif not request.has_new_tokens",
-        (
-            "tests/generation/test_overlap.py::test_ended_request_recomputes_whole_prompt_after_error",
-        ),
+        ("tests/generation/test_overlap.py::test_ended_request_is_recomputed_after_error",),
     ),
     Mutant(
         "generation: nothing is read on after a preemption, until others were let in",
@@ -121,7 +119,7 @@ MUTANTS = [
         FOLDER + "scheduler.py",
         "max(reversed(self.running), key=",
         "max(self.running, key=",
-        (f"{FAIRNESS}::test_youngest_of_lowest_priority_is_preempted_and_returns_first",),
+        (f"{FAIRNESS}::test_least_urgent_youngest_is_preempted",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",
@@ -170,7 +168,7 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "limited = policy.for_length(1) is not policy",
         "limited = False",
-        (f"{SHARED}::test_prompts_of_different_longest_lengths_share_nothing",),
+        (f"{SHARED}::test_other_max_lengths_share_no_prompt",),
     ),
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
@@ -191,14 +189,14 @@ MUTANTS = [
         FOLDER + "engine.py",
         "(by_step or is_heard)",
         "is_heard",
-        (f"{TALK}::test_stop_string_ends_turn_and_caches_nothing_after_it",),
+        (f"{TALK}::test_stop_string_ends_turn",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",
         FOLDER + "precompile.py",
         "pool.shutdown(wait=False, cancel_futures=True)",
         "pass",
-        (f"{WARMING}::test_interrupt_cancels_pending_compilations[interrupt]",),
+        (f"{WARMING}::test_interrupt_cancels_pending_compilations",),
     ),
     Mutant(
         "generation: a question is answered in the conversation itself",

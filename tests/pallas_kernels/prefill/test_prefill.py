@@ -99,7 +99,7 @@ LEAVING = cases.PrefillCase("leaving", 300, 2, 1, 64, 64, 0, (300,), ((0,),), 16
 @pytest.mark.parametrize(
     ("rows", "order"), [(64, tiles.order_by_sort), (128, tiles.order_by_count)]
 )
-def test_the_plan_visits_exactly_the_visible_tiles(case, rows, order):
+def test_plan_visits_only_visible_tiles(case, rows, order):
     arguments = draw(case)
     _, _, _, evicted, _, _, _, _, past, until = arguments
     _, *keys = split_keys([*map(jnp.asarray, arguments)])

@@ -72,7 +72,7 @@ def in_no_order():
 
 
 @pytest.mark.parametrize("case", [*BFLOAT16, None], ids=lambda case: getattr(case, "name", None))
-def test_the_plan_visits_visible_tiles_and_compares_partial_ones(case):
+def test_plan_visits_visible_tiles(case):
     positions, since = in_no_order() if case is None else in_tiles(case)
     over_keys, over_queries = map(np.asarray, jax.jit(gpu.plan)(positions, since))
     seen = since[:, :, None] <= positions[:, None, :, None]
