@@ -15,6 +15,7 @@ from dms_jax.policies import (
     TOVA,
     Quest,
     RandomEviction,
+    SnapKV,
     StreamingLLM,
     Vanilla,
 )
@@ -123,3 +124,28 @@ def test_ratio_window_appends_and_cuts_later_prompt():
     held = Rows(k=empty, v=empty, lengths=placement.lengths)
     keep = policy.survivors(state, prompt, held, None)
     assert keep.astype(int).tolist() == [[[1, 1, 0, 0, 1, 1, 0, 0]]]  # tokens 0, 5, 6, 7
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
+def test_snapkv_queries_see_slots_of_their_time(tokens, count):
+    """The sums of their weights against NumPy, for rows cut before, of different lengths."""
+    window, newest, lengths, slots = 4, 20, np.array([[9, 7]]), 12
+    rng = np.random.default_rng(0)
+    ring = rng.standard_normal((1, 2, window, 3, 8))
+    keys = rng.standard_normal((1, 2, slots, 8))
+    keys[np.arange(slots) >= lengths[..., None]] = 0
+    chunk = rows_chunk(
+        np.zeros((1, tokens, 2, 8)), [count], np.zeros((1, 2, 3)), lengths - count, 4,
+        first=newest - count + 1,
+    )  # fmt: skip
+    expected = np.zeros((2, slots))
+    for place in range(window):
+        age = (newest - place) % window
+        for head, length in enumerate(lengths[0]):
+            seen = slice(0, length - age)
+            scores = chunk.static.scale * ring[0, head, place] @ keys[0, head, seen].T
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            expected[head, seen] += (weights / weights.sum(-1, keepdims=True)).mean(0)
+    rows = Rows(k=jnp.asarray(keys), v=jnp.asarray(keys), lengths=jnp.asarray(lengths))
+    votes = SnapKV(budget=8, window=window)._votes(jnp.asarray(ring), chunk, rows)
+    chex.assert_trees_all_close(votes[0], expected.astype(votes.dtype), atol=1e-6)
