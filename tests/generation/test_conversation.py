@@ -12,7 +12,6 @@ from dms_jax.data import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from tests.generation.support import (
     GREEDY,
-    MECHANISMS,
     ROWS_OF,
     answer,
     engine_for,
@@ -258,24 +257,6 @@ def test_questions_prefill_their_context_once(name, prefilled):
     (last,) = conversation.ask(questions[1:2], sampling=SHORT)
     check(last, context + questions[0] + turn.tokens, questions[1])
     assert len(conversation.turns) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "quest", "snapkv", "kcache"])
-def test_questions_are_answered_as_alone_with_real_programs(name):
-    model, policy = model_for("vanilla", ends=False), MECHANISMS[name]
-    context, *questions = prompts([17, 4, 9, 6])
-    conversation = dms_jax.Conversation(model, policy, **BRANCHES)
-    conversation.read(context)
-    answers = conversation.ask(questions, sampling=SHORT)
-    for found, question in zip(answers, questions, strict=True):
-        alone = dms_jax.Conversation(model, policy, **BRANCHES)
-        alone.read(context)
-        want = alone.say(question, sampling=SHORT)
-        assert found.tokens == want.tokens
-        assert found.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-        for figure in ("kv_reads", "peak_tokens", "live_tokens", "prompt_tokens"):
-            assert getattr(found.usage, figure) == getattr(want.usage, figure)
 
 
 def with_pages(conversation, pages: int):

@@ -101,18 +101,6 @@ def test_preemption_changes_no_answer(name, monkeypatch):
     assert engine.runner.reservation.allocator.pages_in_use == 0
 
 
-@pytest.mark.parametrize("name", ["dms", "dmc", "quest", "kcache"])
-def test_chains_answer_as_prompt_alone(name):
-    """The prompt is prefilled once; pages, policy states and host values are copied."""
-    engine, prompt, alone = engine_for(name), prompts()[1], undisturbed(name)[1]
-    found = engine.generate([prompt] * 2, sampling=GREEDY)
-    assert [one.usage.prefilled_tokens for one in found] == [len(prompt), 0]
-    for one in found:
-        assert one.tokens == alone.tokens
-        chex.assert_trees_all_close(one.logprobs, alone.logprobs, rtol=1e-7, atol=1e-4)
-        same_usage(one.usage, alone.usage)
-
-
 def test_host_values_are_written_between_chunks(monkeypatch):
     """The next steps must not read values before they are written."""
     engine = engine_for("kcache")

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,19 +80,6 @@ def test_prompts_share_compiled_programs(name, shapes_of):
     assert any(not cut for _, cut in ran)
     for prompt, one in zip(given, found, strict=True):
         answer(prompt, name=name).check(one)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dms", "dmc", "quest", "snapkv", "kcache"])
-def test_batched_prefill_answers_as_one_prompt_at_a_time(name):
-    """With real programs, whose products run over places."""
-    given, engine = prompts(LENGTHS), new_engine(MECHANISMS[name])
-    alone = [engine.generate([each], sampling=GREEDY)[0] for each in given]
-    for left, right in zip(alone, engine.generate(given, sampling=GREEDY), strict=True):
-        assert left.tokens == right.tokens
-        chex.assert_trees_all_close(left.logprobs, right.logprobs, atol=1e-4)
-        assert left.usage.kv_reads == right.usage.kv_reads
-        assert left.usage.live_tokens == right.usage.live_tokens
 
 
 @pytest.mark.usefixtures("fakes")

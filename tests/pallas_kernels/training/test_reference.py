@@ -105,23 +105,17 @@ def test_oracle_gradients_equal_finite_differences():
     ("change", "message"),
     [
         ({"k": (1, 8, 3, 4)}, "beside"),
-        ({"k": (1, 8, 3, 4), "v": (1, 8, 3, 4)}, "share 3 KV heads"),
-        ({"v": (1, 7, 2, 4)}, "k and v must be"),
         ({"bias": (1, 8, 2)}, "bias must be"),
         ({"q": (1, 0, 4, 4), "k": (1, 0, 2, 4), "v": (1, 0, 2, 4)}, "empty"),
         ({"window": -1}, "window"),
-        ({"window": 2.5}, "window"),
         ({"segments": (1, 9)}, "segment_ids"),
-        ({"dtype": "int32"}, "float dtype"),
-        ({"v_dtype": "bfloat16"}, "share a float dtype"),
     ],
 )
 def test_bad_input_is_refused(change, message):
     """The function's own checks, without the annotation check of pytest."""
     facts = {"q": (1, 8, 4, 4), "k": (1, 8, 2, 4), "v": (1, 8, 2, 4), "bias": (1, 2, 8)}
-    facts |= {"window": 2, "dtype": "float32", "segments": (1, 8)} | change
-    dtypes = dict.fromkeys("qkv", facts["dtype"]) | {"v": facts.get("v_dtype", facts["dtype"])}
-    q, k, v = (jax.ShapeDtypeStruct(facts[n], jnp.dtype(dtypes[n])) for n in "qkv")
+    facts |= {"window": 2, "segments": (1, 8)} | change
+    q, k, v = (jax.ShapeDtypeStruct(facts[n], jnp.float32) for n in "qkv")
     bias = jax.ShapeDtypeStruct(facts["bias"], jnp.float32)
     segments = jax.ShapeDtypeStruct(facts["segments"], jnp.int32)
     with pytest.raises(ValueError, match=message):

@@ -54,11 +54,8 @@ def test_a_donated_pool_is_written_in_place():
     ("changes", "message"),
     [
         ({"k_pages": np.zeros((4, 8), np.float32)}, "k_pages must be"),
-        ({"v_pages": np.zeros((4, 8, 16), np.float32)}, "must have one shape"),
-        ({"k_new": np.zeros((3, 8), np.float32)}, "k_new must be"),
         ({"v_new": np.zeros((2, 8), np.float16)}, "v_new must be"),
         ({"pages": np.zeros(2, np.float32)}, "pages must be integers"),
-        ({"offsets": np.zeros(3, np.int32)}, "the same rows"),
         ({"k_scales": np.zeros((4, 8), np.float32)}, "scales"),
     ],
 )
@@ -89,16 +86,9 @@ def test_float8_pages_need_all_their_scales(missing):
     ("changes", "message"),
     [
         ({"heads": np.zeros((4, 8), np.float32)}, r"heads must be float32\[4, G \+ 2, 8\]"),
-        ({"heads": np.zeros((4, 2, 8), np.float32)}, "heads must be"),
-        ({"heads": np.zeros((3, 4, 8), np.float32)}, "heads must be"),
-        ({"heads": np.zeros((4, 4, 8), np.float16)}, "heads must be"),
         ({"rotation": (np.zeros((2, 4), np.float32), np.zeros((2, 8), np.float32))}, "sin must be"),
-        ({"rotation": (np.zeros((4,), np.float32),) * 2}, "cos must be"),
         ({"rotation": (np.zeros((2, 4), np.float16),) * 2}, "at least float32"),
-        ({"rotation": (np.zeros((3, 4), np.float32),) * 2}, "4 rows are no multiple of the 3"),
         ({"zeroed": ((3, 0),)}, r"zeroed has \(3, 0\)"),
-        ({"zeroed": ((0, 8),)}, r"zeroed has \(0, 8\)"),
-        ({"v_pages": np.zeros((4, 8, 16), np.float32)}, "must have one shape"),
         (
             {name: np.zeros((4, 8, 8), np.int8) for name in ("k_pages", "v_pages")},
             "before they are quantized",
