@@ -18,6 +18,7 @@ from dms_jax.policies.merging import Merging
 from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.victims import VictimEviction
+from tests.generation.support import log_softmax
 from tests.laws.expected import live_totals, read_again, read_totals, simulate
 from tests.laws.rows import Row
 from tests.oracles import transformer
@@ -108,11 +109,6 @@ def bytes_of_queries(config: ModelConfig, policy: dms_jax.Policy) -> int:
         numbers = config.head_dim * (1 + policy.covariance * config.head_dim)
     prompt = INT32 if isinstance(policy, AnswerEviction) else 0
     return config.num_heads // config.num_kv_heads * numbers * FLOAT64 + prompt
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    top = logits.max(axis=-1, keepdims=True)
-    return logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
 
 
 def left_in(row: Row, one: transformer.Pass, prompt_length: int) -> list[int]:

@@ -21,7 +21,7 @@ from dms_jax.checkpoint import load
 from dms_jax.generation import Engine
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
-from tests.laws.serving import ALMOST_GREEDY
+from tests.laws.serving import ALMOST_GREEDY, log_softmax
 from tests.support.instances import further, nightly_but
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
@@ -43,11 +43,6 @@ def answers(model: LanguageModel, policy: Policy, **options) -> list:
     )
     sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=9)
     return engine.generate(PROMPTS, sampling=sampling)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    top = logits.max(-1, keepdims=True)
-    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
 def check_answers(model: LanguageModel, policy: Policy, found: list) -> None:

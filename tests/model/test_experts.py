@@ -16,6 +16,8 @@ from dms_jax.model import layers
 from dms_jax.model.layers import ExpertMatrices, ExpertMLP, Routed
 from dms_jax.sharding import DECODING_RULES, make_mesh
 from dms_jax.training.parameters import parameters, rebuilder, shardings
+from tests.oracles.dmc import sigmoid
+from tests.oracles.trace import softmax
 from tests.support.instances import further
 from tests.support.models import tiny_config
 
@@ -40,20 +42,11 @@ def tokens(length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(4).normal(size=(BATCH, length, QWEN.hidden_size))
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
 def activated(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if name != "gpt_oss":
         return gate * sigmoid(gate) * up
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     return gate * sigmoid(1.702 * gate) * (up + 1)
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    weights = np.exp(x - x.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
 
 
 def values(linear) -> tuple[np.ndarray, np.ndarray | float]:
