@@ -1,5 +1,6 @@
 """Executables on disk run without tracing, and only if no other user can have written them."""
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -390,3 +391,13 @@ def test_mosaic_kernels_find_their_runtime():
         name: value for name, value in os.environ.items() if name != "MOSAIC_GPU_RUNTIME_LIB_PATH"
     }
     subprocess.run([sys.executable, "-c", call], check=True, env=environment)
+
+
+def test_programs_from_jax_cache_are_not_stored(kept, monkeypatch):
+    """Its functions would be lost, and the next process could not run it."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    monkeypatch.setattr(compilation, "without_jax_cache", contextlib.nullcontext)
+    given = zeros(), FILLED, LANES
+    jax.jit(function(), donate_argnums=0, compiler_options=programs.OPTIONS).lower(*given).compile()
+    assert prepare(process(), zeros(), FILLED, LANES) == (0, 1)
+    assert not [*kept.iterdir()]

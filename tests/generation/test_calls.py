@@ -242,3 +242,17 @@ def test_concurrent_calls_are_refused_or_answered():
     assert results.right >= 1
     assert results.busy >= 1
     check(engine.generate(given[0], sampling=SHORT), given[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Unjust(Continue):
+    name = "unjust"
+
+    def score(self, problem, completion):
+        raise Enough
+
+
+def test_failed_judgement_carries_answers():
+    with pytest.raises(Enough) as caught:
+        evaluated(Unjust())
+    assert sorted(caught.value.finished) == list(range(6))

@@ -185,3 +185,16 @@ def test_prompt_is_not_shared_across_priorities():
     serve_arrivals(host_engine(lanes=4), [requests])
     check(requests)
     assert [each.usage.prefilled_tokens for each in requests] == [30, 30, 0]
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_urgent_request_does_not_wait_for_less_urgent_prefix(urgent):
+    """Requests of equal priority wait for the prefix and prefill only the rest."""
+    text, engine = story_tokens(), host_engine(lanes=4, prefix_cache=0, **SHAPE, **BY_CHUNK)
+    shared = text[200:264] if urgent else text[:64]
+    given = [shared + text[start : start + 5] for start in (300, 310, 320)]
+    requests = with_priorities(given, 1, 1, 0 if urgent else 1)
+    serve_arrivals(engine, [requests[:2], [], requests[2:]])
+    engine.runner.prefixes.clear()
+    check(requests)
+    assert [each.usage.cached_tokens for each in requests] == [0, 64, 0 if urgent else 64]

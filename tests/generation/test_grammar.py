@@ -17,7 +17,7 @@ import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, grammar
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import Grammar, TokenMasks
+from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.generation.sampling import LanesFilter, sample
@@ -334,3 +334,19 @@ def test_grammar_of_any_text_changes_no_answer(name):
         assert one.usage.live_tokens == other.usage.live_tokens
         assert one.usage.kv_reads == other.usage.kv_reads
         assert one.usage.peak_tokens == other.usage.peak_tokens
+
+
+def test_too_complex_grammar_names_its_request(engine, monkeypatch):
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
+    requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
+    after = TokenMasks.after
+
+    def wrong(self, requests, *given, **more):
+        for each in requests.values():
+            each.matcher.compiled.consume_token(500)  # a token that no state of the grammar allows
+        return after(self, requests, *given, **more)
+
+    monkeypatch.setattr(TokenMasks, "after", wrong)
+    with pytest.raises(GrammarError, match=r"after token 1: .*satisfy") as error:
+        serve_arrivals(engine, [requests])
+    assert error.value.indices == {requests[1].index}

@@ -285,3 +285,37 @@ def test_cache_fits_largest_free_block(stats, most):
 
     free = memory.free_memory({"bytes_limit": 100_000, "bytes_in_use": 20_000, **stats})
     assert free == (most, 80_000)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_too_large_cache_is_refused_on_creation(monkeypatch):
+    """A device allocates asynchronously."""
+    engine = Engine(model_for("vanilla"), num_lanes=1, max_tokens=64, page_size=16)
+
+    class Never:
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(programs, "make_cache", lambda *arguments: Never)
+    with pytest.raises(OutOfMemoryError, match=r"no room for a cache of 80 pages .*`memory`"):
+        engine.runner.restart()
+    assert engine.runner.cache is None
+    monkeypatch.undo()
+    assert engine.generate(prompts([5]), sampling=SHORT)
+
+
+def test_pool_leaves_room_for_two_policy_states(monkeypatch):
+    """The default cache leaves room for them: SmolLM2's ExpectedAttention has 4.4 MB each."""
+    model, free, lanes = model_for("vanilla"), 20_000_000, 100
+    policy = dms_jax.ExpectedAttention(budget=30, interval=8)
+    monkeypatch.setattr(memory, "_device_memory", lambda model: (free, 10 * free))
+    state = lanes * memory.state_bytes(model.config, policy, model.dtype)
+    beside = lanes * memory.lane_bytes(model.config, 512, 16)
+    assert 2 * state < free - beside
+    sized = functools.partial(
+        pool_pages, model, policy, num_lanes=lanes, max_tokens=512, page_size=16
+    )
+    page = 2 * 16 * model.config.head_dim * 4
+    fit = (free - beside - 2 * state) // page
+    assert fit * 63 // 64 < sized(memory=None) <= fit
+    assert sized(memory=free) == (free - state) // page

@@ -18,8 +18,10 @@ import pytest
 import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling
+from dms_jax.generation import prefixes as prefixes_module
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
+from dms_jax.generation.scheduler import Scheduler
 from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     GREEDY,
@@ -337,3 +339,97 @@ def check_consistent(prefixes: Prefixes) -> None:
     matched = np.flatnonzero(host._device_of >= 0)
     chex.assert_trees_all_equal(host._host_of[host._device_of[matched]], matched)
     assert np.count_nonzero(host._host_of >= 0) == len(matched)
+
+
+def test_host_prefixes_are_dropped_with_adapter():
+    engine, given = adapted_engine("evicts", 2, page_size=PAGE, prefix_cache=1e6), prompts((29,))
+    engine.runner.recover()
+    engine.runner.prefixes.clear()
+    for adapter in ("a", "b"):
+        engine.generate(given, sampling=SHORT, adapter=adapter)
+    prefixes = engine.runner.prefixes
+    prefixes._reclaim(0, prefixes._allocator.pages_of_prefixes)
+    before = prefixes.counts
+    engine.update(adapters={"a": adapted("a")})
+    assert 0 < prefixes.counts.host_states < before.host_states
+    assert 0 < prefixes.counts.host_bytes < before.host_bytes
+
+
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_requests_overtake_those_that_wait_for_prefix(name):
+    """No lane stays idle for the waiting request, and it runs next."""
+    engine, other = engine_of(name, 4), story_tokens()[200:211]
+    given = [DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1], other]
+    order, start = [], Scheduler._start
+
+    def noted(scheduler, started):
+        order.append(sorted(each.index for each in started.values()))
+        start(scheduler, started)
+
+    with mock.patch.object(Scheduler, "_start", noted):
+        ask(engine, name, given)
+    assert order == [[0, 2], [1]]
+
+
+def test_appending_policy_shares_pages():
+    """The document is in the pool once, so five requests fit; without sharing two would."""
+    engine = engine_of("keeps", 4)
+    given = [DOCUMENT[:24] + question for question in QUESTIONS[:4]]
+    ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
+    sampling = dataclasses.replace(SHORT, max_new_tokens=4)
+    running = []
+    with squeezed_with_prefixes(engine, (3 + 4 * 2) * 20):
+        ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
+        found = engine.generate(
+            given,
+            sampling=sampling,
+            on_tokens=lambda update: running.append(len(engine.running)),
+        )
+    for one, prompt in zip(found, given, strict=True):
+        answer(prompt, sampling, "keeps").check(one)
+    assert max(running) == 4
+
+
+@pytest.mark.parametrize("name", ["evicts", "bounded"])
+def test_least_recently_used_prefix_is_dropped_first(name):
+    engine, (first, second) = engine_of(name, 4, prefix_cache=0), prompts((29, 27))
+    for prompt in (first, second, first):
+        ask(engine, name, [prompt])
+    prefixes = engine.runner.prefixes
+    states = list(prefixes._on_device)
+    assert [state.node.depth for state in states[-2:]] == [24, states[-1].node.depth]
+    prefixes._reclaim(0, len(set(np.concatenate([each.pages for each in states[:-2]]).tolist())))
+    assert list(prefixes._on_device) == states[-2:]
+    assert cached(ask(engine, name, [second])) == [0]
+    assert cached(ask(engine, name, [first])) == [24]
+
+
+def test_prefixes_are_forgotten_with_the_cache():
+    engine, (prompt,) = engine_of("evicts"), prompts((30,))
+    ask(engine, "evicts", [prompt])
+    engine.runner.release()
+    assert engine.runner.prefixes.counts.states == 0
+    assert cached(ask(engine, "evicts", [prompt])) == [0]
+
+
+def test_host_copies_are_rate_limited(monkeypatch):
+    """Copies beyond the rate are refused; one beyond the burst limit waits for a full allowance."""
+    engine = engine_of("keeps", 2)
+    states = engine.runner.prefixes
+    monkeypatch.setattr(prefixes_module, "TO_HOST", 100.0)
+    monkeypatch.setattr(prefixes_module, "TO_HOST_AT_ONCE", 1000.0)
+    now = [0.0]
+    monkeypatch.setattr(states, "clock", lambda: now[0])
+    monkeypatch.setattr(states, "_may_copy", 1000.0)
+    monkeypatch.setattr(states, "_asked", 0.0)
+    takes = []
+    for seconds, size in ((0, 600), (0, 500), (0.5, 500), (0.5, 500), (9, 5000), (0, 1), (40, 1)):
+        now[0] += seconds
+        takes.append(states._may_copy_now(size))
+    assert takes == [True, False, False, True, False, True, True]
+    now[0] += 100
+    assert states._may_copy_now(5000)
+    now[0] += 39
+    assert not states._may_copy_now(1)
+    now[0] += 2
+    assert states._may_copy_now(1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dms_jax
+from dms_jax.generation import sampling
 from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.sampling import (
     LanesFilter,
@@ -250,3 +251,18 @@ def test_sampling_sorts_nothing():
     assert "argmax" in text
     assert "sort[" not in text
     assert "top_k[" not in text
+
+
+def test_zero_weight_is_never_chosen_despite_rounding(monkeypatch):
+    """A GPU adds in a tree, so the sum up to a weight of 0 may exceed the preceding sum."""
+    random = np.random.default_rng(0)
+    weights = random.exponential(size=(50, 1, 128)).astype(np.float32)
+    weights[random.random(weights.shape) < 0.5] = 0
+    exact = np.cumsum(weights, -1)
+    # One border between every two indices; random numbers are below 1.
+    borders = exact[:, 0] / exact[:, 0, -1:]
+    uniform = np.minimum(borders, 1 - 2**-23)
+    rounded = exact * np.where(np.arange(128) % 2, 1 + 2**-23, 1)
+    monkeypatch.setattr(sampling.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, x.dtype))
+    chosen = sampling._choose(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
+    assert (np.take_along_axis(weights[:, 0], np.asarray(chosen), -1) > 0).all()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dms_jax
 from dms_jax import assets
 from dms_jax.checkpoint import load, save
 from dms_jax.errors import ConfigError
@@ -107,3 +108,16 @@ def halved(model):
 def test_norms_over_all_heads_are_refused():
     with pytest.raises(ConfigError, match="norms the keys of all KV heads together"):
         halved(load(FAMILIES / "olmo2"))
+
+
+def test_a_converted_model_stays_on_its_mesh():
+    config = tiny_config(num_heads=8, num_kv_heads=8)
+    model = LanguageModel(random_model(config, dtype=jnp.float32))
+    mesh = dms_jax.make_mesh(2, 4)
+    spread = LanguageModel(jax.device_put(model.transformer, jax.devices()[0]), mesh=mesh)
+    converted = to_grouped_query(spread, 4)
+    kernel = converted.transformer.layers.attention.qkv_proj.kernel[...]
+    assert len(kernel.sharding.device_set) == 8
+    assert not kernel.is_fully_replicated
+    want = to_grouped_query(model, 4).transformer.layers.attention.qkv_proj.kernel[...]
+    chex.assert_trees_all_equal(np.asarray(kernel), np.asarray(want))

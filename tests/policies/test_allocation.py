@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from dms_jax.policies import AdaKV, Knorm, PyramidKV, SnapKV
+from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
 from dms_jax.policies.budget import highest
 from dms_jax.policies.values import Chunk, PolicyState
 from tests.support.chunks import chunk_of, tokens_of
@@ -107,3 +107,18 @@ def test_rows_of_a_layer_are_due_together_on_any_mesh(last, due):
     )
     chex.assert_trees_all_equal(of_devices(lengths), np.array([due] * 4))
     chex.assert_trees_all_equal(policy.due(PolicyState(), lengths, token()), np.array([due]))
+
+
+def test_random_draws_differ_by_layer_head_and_cut():
+    """Independent uniform numbers: mean 1/2, uncorrelated to within 4 / sqrt(n)."""
+    policy, slots = RandomSelection(seed=3), 4000
+
+    def draw(policy=policy, layer=0, newest=100):
+        drawn = policy.draw(jnp.asarray(layer), jnp.arange(2), jnp.asarray([newest]), slots)
+        return np.asarray(drawn[0])
+
+    rows = [*draw(), *draw(layer=1), *draw(newest=101), *draw(RandomSelection(seed=4))]
+    correlations = np.corrcoef(rows) - np.eye(len(rows))
+    assert np.abs(correlations).max() < 4 / math.sqrt(slots)
+    assert np.abs(np.mean(rows, axis=1) - 0.5).max() < 4 * math.sqrt(1 / 12 / slots)
+    chex.assert_trees_all_equal(draw(), draw())

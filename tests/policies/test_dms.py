@@ -43,3 +43,10 @@ def test_training_draws_as_inference_does():
     relaxed = DRAWN.relax(chunk_of(tokens, decisions=decisions), jnp.log1p(-u) - jnp.log(u))
     chex.assert_trees_all_equal(relaxed.decisions, decisions.marks)
     assert 0.3 < relaxed.decisions.mean() < 0.7
+
+
+def test_one_draw_for_the_layer():
+    policy = DMS(source="adapter", per="layer", alpha_offset=0.0, decisions="bernoulli")
+    drawn = marks(policy, np.zeros((2, 3, 50), np.float32), np.arange(50)[None].repeat(2, 0))
+    assert 0 < drawn.mean() < 1
+    chex.assert_trees_all_equal(drawn, drawn[:, :1].repeat(3, 1))

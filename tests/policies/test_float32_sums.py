@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, Quest, Vanilla
+from dms_jax.policies import DMC, DMS, H2O, ExpectedAttention, KeyDiff, Quest, SnapKV, Vanilla
 from dms_jax.policies.quest import PageBounds
 from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Tokens
 from dms_jax.policies.victims import query_weights
-from tests.oracles import dmc
+from tests.oracles import dmc, scored
 from tests.support.chunks import chunk_of, observed, read, state_of, tokens_of
 
 HALF = jnp.bfloat16
@@ -170,3 +170,30 @@ def test_quest_bounds_are_compared_in_float32(best):
     given = PolicyState(pages=bounds), jnp.ones((1, 1, 8), HALF), chunk, placement
     pages, _ = read(policy, *given)
     chex.assert_trees_all_equal(pages, np.array([[[best, 3]]]))
+
+
+def test_keydiff_distinguishes_similar_keys():
+    """Directions that differ by a hundredth, with cosines near one."""
+    random = np.random.default_rng(5)
+    keys = jnp.asarray(1 + 0.02 * random.normal(size=(1, 1, 40, 8)), HALF)
+    rows = Rows(k=keys, v=keys, lengths=jnp.asarray([[40]], jnp.int32))
+    found = KeyDiff(budget=8).scores(None, None, rows)
+    wide = np.asarray(keys, np.float64)[0, 0][:, None]
+    want = scored.keydiff(wide)(39, [list(range(40))])[0]
+    chex.assert_trees_all_close(found[0, 0], want, rtol=1e-7, atol=1e-6)
+
+
+def test_snapkv_votes_with_exact_weights():
+    random = np.random.default_rng(6)
+    policy = SnapKV(budget=16, window=4, kernel=3)
+    q, wide_q = halves(random, 1, 40, 2, 4)
+    k, wide_k = halves(random, 1, 40, 1, 4)
+    chunk = one_row(k, q=q, scale=0.5)
+    state = state_of(policy, 1, 1, 4, HALF, group=2)
+    state = policy.observe(state, chunk, None, observed(q=q))
+    rows = Rows(
+        k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(k, 1, 2), lengths=jnp.asarray([[40]], jnp.int32)
+    )
+    found = policy.scores(state, chunk, rows)
+    want = scored.snapkv(wide_q[0], wide_k[0], 4, 3)(39, [list(range(40))])[0]
+    chex.assert_trees_all_close(found[0, 0], want, rtol=1e-4)

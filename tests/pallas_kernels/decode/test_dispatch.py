@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import decode_attention, decode_plan, dispatch
 from pallas_kernels.decode import cases, gpu, tpu
+from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import GPU, Implementation, Operation
 from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import (
@@ -181,3 +182,28 @@ def test_plan_of_another_step_is_refused(rows):
     plan = decode_plan(lengths[None] if rows == 0 else lengths[:rows], dtype="bfloat16", **shape)
     with pytest.raises(ValueError, match="not those of one step of"):
         decode_attention(**inputs, scale=0.1, plan=plan)
+
+
+@pytest.mark.parametrize("page_size", [4096 + 16, 16384])
+def test_pages_too_large_for_a_tpu_are_refused(page_size):
+    """Whole lanes of scores take eight pages of the first kind, and one of the second."""
+    q, rows = split_rows(structs(replace(cases.BASE, page_size=page_size, lengths=(1,))))
+    assert "needs two buffers" in str(tpu.why_not(q, rows, None))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "served"),
+    [
+        (2, 1007 * 128, True),  # "widest" of `compile_for_tpu`
+        (2, 1007 * 128 + 1, False),
+        (240_000, 128, True),
+        (262_144, 128, False),
+    ],
+)
+def test_tpu_rows_and_tables_fit_scalar_memory(rows, columns, served):
+    """Otherwise the compiler fails, and XLA serves them."""
+    of = jax.ShapeDtypeStruct
+    pages = of((4, 16, 128), jnp.bfloat16)
+    table, lengths = of((rows, columns), jnp.int32), of((rows,), jnp.int32)
+    said = tpu.why_not(of((rows, 4, 128), jnp.bfloat16), Rows(pages, pages, table, lengths), None)
+    assert said is None if served else "bytes of scalar memory" in str(said)

@@ -1,5 +1,7 @@
 """The contract of `retrofit_attention`, checked on the XLA form against float64 NumPy."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -144,3 +146,9 @@ def test_sharded_equals_one_device():
 
     results = run(*(jnp.asarray(inputs[name]) for name in ("q", "k", "v", "bias", "do")))
     check(case, results, inputs, segments)
+
+
+def test_sequences_of_several_spans():
+    case = dataclasses.replace(BY_NAME["float32_packed"], T=1500, D=8, segments=700, window=130)
+    inputs, segments = draw(case)
+    check(case, attend(case, inputs, segments), inputs, segments)

@@ -147,3 +147,13 @@ def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
     text = lowered(cases.by_name(name))
     assert (SCATTER in text) == scatter
     assert ("mosaic_gpu" in text) != scatter
+
+
+def test_fewer_value_pages_than_key_pages():
+    """A row whose page has no values does not write its key either."""
+    inputs = write_inputs(cases.BASE)
+    inputs["v_pages"] = inputs["v_pages"][:5]
+    within = inputs["pages"] < 5
+    assert 0 < within.sum() < len(within)
+    want = write_oracle(inputs | {"offsets": np.where(within, inputs["offsets"], -1)})
+    assert_same_bits(write_pages(**as_arrays(inputs)), want)
