@@ -18,20 +18,16 @@ TYPES := --jaxtyping-packages=dms_jax,pallas_kernels,beartype.beartype
 # `make check` runs what compiles next to nothing.
 QUICK := tests/oracles tests/cache tests/data/test_sources.py tests/evaluation/test_statistics.py \
   tests/model/test_rope.py tests/policies/test_policies.py $(wildcard tests/test_*.py)
-SHARDS ?= 6
-# What `make steady` runs the gate under: options of tests/conftest.py, joined by commas.
-VARIATIONS ?= --reseed=1 --reseed=2 --compiler=optimized --compiler=new-emitter --compiler=level-0 \
-  --compiler=avx2 --cores=1,--compiler=one-thread
 
-.PHONY: help demo docs notebooks outputs check quick test nightly costs release mutants steady wheel \
+.PHONY: help demo docs notebooks outputs check quick test nightly release mutants wheel \
   gpu-compiler clients newest lint format lock install clean
 
 help:
 	@echo "make demo     retrofit a small model, then watch a larger one reason from a small cache"
 	@echo "make check    lint, types and quick tests (a minute or so)"
 	@echo "make test     the gate, as continuous integration runs it (under 20 minutes)"
-	@echo "make nightly  every test, in shards of 15 minutes: SHARD=3/6 for one of them"
-	@echo "make release  mutants, other seeds and compilers, newest jax, notebooks, documentation, wheel"
+	@echo "make nightly  every test, over an hour on two cores: SHARD=3/6 for a sixth of the files"
+	@echo "make release  mutants, newest jax, notebooks, documentation, wheel"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
@@ -51,33 +47,28 @@ check: $(STAMP)
 quick: $(STAMP)
 	$(PYTEST) -q $(GATE) $(QUICK) $(ARGS)
 
-# One job with jaxtyping's checks, then all other tests without: a run's end is pytest's own line.
+# Some folders with jaxtyping's checks, then all others without: a run's end is pytest's own line.
 # pytest ends with 5 where ARGS leave nothing of the first job.
+TYPED := tests/policies tests/model tests/cache
 test: $(STAMP)
-	@$(PYTEST) $(GATE) $(TYPES) --job typed tests/policies tests/model tests/cache tests/laws $(ARGS); \
+	@$(PYTEST) $(GATE) $(TYPES) $(TYPED) $(ARGS); \
 	typed=$$?; [ $$typed -ne 5 ] || typed=0; \
-	$(PYTEST) $(GATE) --job plain $(ARGS) && exit $$typed
+	$(PYTEST) $(GATE) $(TYPED:%=--ignore=%) $(ARGS) && exit $$typed
 
 nightly: $(STAMP)
 	-@$(MAKE) --no-print-directory gpu-compiler
 	-@$(MAKE) --no-print-directory clients
-	@$(RUN) -m tests.nightly --workers $(WORKERS) --shards $(SHARDS) $(if $(SHARD),--shard $(SHARD))
-
-costs: $(STAMP)
-	$(RUN) -m tests.nightly --costs
+	$(PYTEST) -m "not release" $(TYPES) \
+	  $(if $(SHARD),$$(git ls-files 'tests/**test_*.py' | \
+	  awk -v shard=$(SHARD) 'BEGIN { split(shard, of, "/") } NR % of[2] == of[1] % of[2]'))
 
 release: $(STAMP)
 	-@$(MAKE) --no-print-directory gpu-compiler
 	$(PYTEST) -m release
-	$(MAKE) --no-print-directory docs wheel newest mutants steady
+	$(MAKE) --no-print-directory docs wheel newest mutants
 
 mutants: $(STAMP)
 	$(RUN) -m tests.mutants --workers $(WORKERS)
-
-steady: $(STAMP)
-	@failed=; for each in $(VARIATIONS); do \
-	  echo "$$each"; $(PYTEST) -q $(GATE) $$(echo $$each | tr , ' ') $(ARGS) || failed="$$failed $$each"; \
-	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 wheel: $(STAMP)
 	$(RUN) -m hatchling build -d runs/wheel

@@ -9,11 +9,9 @@ collected. Subprocesses of tests inherit them.
 - XLA skips most optimizations; a test that runs longer than it compiles, or that checks compiled
   code, uses the fixture `optimized`.
 
-Variables that are already set are kept. `--compiler` selects another compiler, `--reseed` other
-seeds, `--cores` another number of threads: no verdict may depend on them (`make steady`).
+Variables that are already set are kept.
 """
 
-import dataclasses
 import functools
 import gc
 import os
@@ -23,9 +21,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-
-from tests.support import costs
-from tests.support.reseeding import Reseeding
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 FAKE_DEVICES = 8
@@ -40,40 +35,12 @@ OLD_EMITTER = (
 # Where a test runs for longer than it compiles (`optimized`), LLVM's first level makes its programs
 # as quick as the third does, in half of the time; without that fixture no level is asked for.
 QUICK_FLAGS = f"{OLD_EMITTER} --xla_backend_optimization_level=1"
-# Whether XLA skips most optimizations.
-CARELESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-# XLA_FLAGS, and the value of CARELESS, for `--compiler`.
-COMPILERS = {
-    # Other orders of the same sums: other fusions, vectorization and unrolling.
-    "optimized": ("", "0"),
-    "new-emitter": ("", "1"),
-    "level-0": ("--xla_backend_optimization_level=0", "0"),
-    # An older processor: shorter vectors. XLA has no code for float8 on those before it.
-    "avx2": (f"{QUICK_FLAGS} --xla_cpu_max_isa=AVX2", "1"),
-    # Other partitions of products among threads.
-    "one-thread": (f"{QUICK_FLAGS} --xla_cpu_multi_thread_eigen=false", "1"),
-}
-# Folders whose tests the gate runs with jaxtyping's checks; of each law it checks one instance.
-TYPED = {"policies", "model", "cache"}
-LAWS = "laws"
 # Every compiled program holds some memory maps. Linux grants a process 65,530, and jax crashes
 # beyond them. Released programs come back from the compilation cache.
 MOST_MEMORY_MAPS = 20_000
 MEMORY_MAPS = Path("/proc/self/maps")
 # Counting 20,000 memory maps takes longer than most tests.
 TESTS_BETWEEN_COUNTS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate:
-    """The collected tests of the gate, and the files of all tests."""
-
-    tests: frozenset[str]
-    files: frozenset[str]
-
-
-GATE = pytest.StashKey[Gate]()
-RESEEDING = pytest.StashKey[Reseeding]()
 TESTS_DONE = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile(
@@ -84,15 +51,6 @@ hypothesis.settings.load_profile("house")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run on the NVIDIA GPU of this machine")
-    parser.addoption("--reseed", type=int, default=0, metavar="N", help="draw with other seeds")
-    parser.addoption(
-        "--cores", type=int, metavar="N", help="give each process N cores, and XLA too"
-    )
-    parser.addoption("--compiler", choices=COMPILERS, help="compile for the CPU in another way")
-    parser.addoption(
-        "--job", choices=("typed", "plain"), help="the tests that the gate runs with types, or not"
-    )
-    parser.addoption("--costs", metavar="FILE", help="add the seconds of files to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,22 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # again.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    worker, cores = hasattr(config, "workerinput"), config.getoption("--cores")
-    if config.getoption("--costs") and not worker:
-        config.pluginmanager.register(costs.Recorder(Path(config.getoption("--costs"))))
-    prepare_jax(config.getoption("--gpu"), config.getoption("--compiler"), cores)
-    if cores and (worker or not config.getoption("numprocesses", 0)):
-        use_cores(cores)
-    if number := config.getoption("--reseed"):
-        config.stash[RESEEDING] = Reseeding(number)
-        config.stash[RESEEDING].install()
-        hypothesis.settings.register_profile("reseeded", derandomize=False)
-        hypothesis.settings.load_profile("reseeded")
-        config.option.hypothesis_seed = number
+    prepare_jax(config.getoption("--gpu"))
 
 
 @functools.cache
-def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | None = None) -> None:
+def prepare_jax(gpu: bool = False) -> None:
     """Sets the environment variables that jax reads on import."""
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before tests/conftest.py could set it up")
@@ -126,14 +73,10 @@ def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | Non
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(FAKE_DEVICES)
-        if compiler:
-            os.environ["XLA_FLAGS"], os.environ[CARELESS] = COMPILERS[compiler]
         os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
-        os.environ.setdefault(CARELESS, "1")
-    # The cache key of a function does not include the number of threads that it was compiled for.
-    kept = CHECKOUT / ".jax_cache" / (f"{cores}-cores" if cores else "")
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(kept),
+        "JAX_COMPILATION_CACHE_DIR": str(CHECKOUT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
         # Executables are keyed by the source, and tests replace parts of the source while they run.
         "DMS_JAX_COMPILATION_CACHE": "off",
@@ -153,59 +96,12 @@ def prepare_jax(gpu: bool = False, compiler: str | None = None, cores: int | Non
         os.environ.setdefault(name, value)
 
 
-def use_cores(count: int) -> None:
-    """Confine this process, a worker of several, to `count` cores: XLA starts as many threads."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    available = sorted(os.sched_getaffinity(0))
-    if count > len(available):
-        raise pytest.UsageError(f"--cores {count}: this machine has {len(available)}")
-    first = worker * count
-    os.sched_setaffinity(0, {available[(first + i) % len(available)] for i in range(count)})
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
-    reseeding = item.config.stash.get(RESEEDING, None)
-    if reseeding:
-        reseeding.active = item.get_closest_marker("own_seeds") is None
-    return (yield)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    return costs.Groups(config, log)
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     if not config.getoption("--gpu"):
         needs_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: pass --gpu on a machine with one")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(needs_gpu)
-    gate = [item.nodeid for item in items if not {"nightly", "release"} & set(item.keywords)]
-    files = {item.nodeid.partition("::")[0] for item in items}
-    config.stash[GATE] = Gate(frozenset(gate), frozenset(files))
-    yield  # `-m` and `-k` choose
-    if job := config.getoption("--job"):
-        typed = typed_job(items)
-        left_out = [item for item in items if (item in typed) != (job == "typed")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if (item in typed) == (job == "typed")]
-    if hasattr(config, "workerinput"):
-        costs.longest_first(config, items)
-
-
-def typed_job(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns the tests that the gate runs with jaxtyping's checks; see `TYPED`."""
-    chosen, laws = set(), set()
-    for item in items:
-        folder = item.path.relative_to(CHECKOUT / "tests").parts[0]
-        function = getattr(item, "function", item)
-        if folder in TYPED or (folder == LAWS and function not in laws):
-            chosen.add(item)
-            laws.add(function)
-    return chosen
 
 
 def pytest_collection_finish() -> None:

@@ -3,10 +3,7 @@
 import dataclasses
 import fractions
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
@@ -27,8 +24,6 @@ from dms_jax.checks import (
     check,
 )
 from dms_jax.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
@@ -146,44 +141,3 @@ def test_unknown_options_name_the_nearest():
         policies.from_dict({"name": "DMS", "windw": 3})
     with pytest.raises(ConfigError, match="Vanilla has no option budget; it has none"):
         policies.from_dict({"name": "Vanilla", "budget": 3})
-
-
-AS_A_USER = """
-import json
-import numpy as np
-import jax.numpy as jnp
-import dms_jax
-import dms_jax.assets
-from dms_jax.data.tasks import WordChain
-
-pairs = [
-    (dms_jax.DMS(window=np.int64(256), temperature=np.float32(0.5)),
-     dms_jax.DMS(window=256, temperature=0.5)),
-    (dms_jax.TOVA(compression_ratio=np.float32(4)), dms_jax.TOVA(compression_ratio=4.0)),
-    (dms_jax.AdaKV(dms_jax.SnapKV(budget=jnp.asarray(99))),
-     dms_jax.AdaKV(dms_jax.SnapKV(budget=99))),
-    (dms_jax.Sampling(max_new_tokens=np.int64(5), seed=np.arange(3), stop=["a"]),
-     dms_jax.Sampling(max_new_tokens=5, seed=(0, 1, 2), stop=("a",))),
-    (dms_jax.recipes.dms_published(np.float64(8)), dms_jax.recipes.dms_published(8)),
-    (WordChain(steps=[np.int64(3), 4]), WordChain(steps=(3, 4))),
-]
-for given, plain in pairs:
-    assert given == plain and hash(given) == hash(plain), (given, plain)
-for policy, _ in pairs[:3]:
-    assert dms_jax.policies.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
-config = dms_jax.load(dms_jax.assets.path("stories260k")).config
-assert dms_jax.estimate(config, tokens=np.int64(64)) == dms_jax.estimate(config, tokens=64)
-model = dms_jax.initialize(config, seed=np.int64(3))
-generated = dms_jax.generate(model, [[1, 2]], sampling=pairs[3][0].__class__(max_new_tokens=2),
-                             page_size=np.int32(16), chunk=np.int8(2))
-assert len(generated.tokens[0]) == 2
-"""
-
-
-@pytest.mark.nightly
-def test_users_may_give_numpy_and_jax_numbers():
-    """Runs in its own process, because only the tests check annotations at run time."""
-    done = subprocess.run(
-        [sys.executable, "-c", AS_A_USER], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

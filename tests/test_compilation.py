@@ -6,7 +6,6 @@ import logging
 import pathlib
 import pwd
 import re
-import time
 
 import jax
 import numpy as np
@@ -81,18 +80,6 @@ def test_settings_of_jax_take_precedence(settings, tmp_path):
     assert jax.config.jax_compilation_cache_max_size == before
 
 
-def test_jax_with_its_cache_off_stays_off(settings, tmp_path, caplog):
-    jax.config.update("jax_enable_compilation_cache", False)
-    assert kept_in() is None
-    caplog.set_level(logging.INFO, logger="dms_jax")
-    settings.setattr(compilation, "REPORTED_SECONDS", 1e-9)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "unused"))
-    with compilation.reported("Generation"):
-        jax.jit(lambda x: x * 5 + 43)(1)
-    (record,) = caplog.records
-    assert "kept" not in record.getMessage()
-
-
 def test_long_compilations_are_reported(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="dms_jax")
     with compilation.reported("Nothing"):
@@ -160,25 +147,6 @@ def test_terminal_shows_number_of_compiled_programs(monkeypatch):
     assert lines == ["Compiling: 2 of 3 programs", "Compiling: 3 of 3 programs", " " * 26, ""]
 
 
-def test_terminal_shows_that_the_first_program_is_awaited(monkeypatch):
-    """Tracing it can take long. Nothing is shown after the end."""
-    stream = Terminal(is_terminal=True)
-    monkeypatch.setattr(compilation.sys, "stderr", stream)
-    monkeypatch.setattr(compilation, "COUNTED_SECONDS", 0.0)
-    with compilation.counted(3) as count:
-        for _ in range(500):  # 5 s at most
-            if stream.getvalue():
-                break
-            time.sleep(0.01)
-        count()
-    shown = stream.getvalue().split("\r")[1:]
-    assert shown == ["Compiling: 0 of 3 programs", "Compiling: 1 of 3 programs", " " * 26, ""]
-    monkeypatch.setattr(compilation, "COUNTED_SECONDS", 3600.0)
-    with compilation.counted(3):
-        pass
-    assert stream.getvalue().split("\r")[1:] == shown
-
-
 def test_a_file_gets_a_line_every_ten_seconds(monkeypatch):
     written = count_to_three(monkeypatch, is_terminal=False, seconds=4.0)
     assert written == "Compiling: 2 of 3 programs\n"
@@ -193,8 +161,3 @@ def test_terminal_shows_number_of_loaded_arrays(monkeypatch):
         r"(\rLoading: 0 of \d+ arrays)?\rLoading: 1 of (\d+) arrays\r.*Loading: \2 of \2 arrays\r",
         stream.getvalue(),
     )
-
-
-@pytest.mark.parametrize(("is_terminal", "seconds"), [(False, 0.6), (True, 0.1)])
-def test_a_file_or_a_short_wait_shows_nothing(monkeypatch, is_terminal, seconds):
-    assert count_to_three(monkeypatch, is_terminal=is_terminal, seconds=seconds) == ""

@@ -129,7 +129,7 @@ def test_llama_and_qwen3_biases():
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
 
 
-def test_missing_fields_have_the_defaults_of_transformers():
+def test_missing_fields_have_defaults():
     llama = ModelConfig.from_hf(
         {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
     )
@@ -330,19 +330,6 @@ def test_scaled_ropes_add_positions(fields, positions):
     config = ModelConfig.from_hf(SMALL_512 | fields)
     assert config.max_position_embeddings == positions
     assert ModelConfig.from_hf(config.to_hf()) == config
-
-
-@pytest.mark.parametrize("kind", ["linear", "yarn"])
-@pytest.mark.parametrize("positions", [1, 100, 512])
-def test_positions_survive_saving_twice(kind, positions):
-    original = 512 if kind == "yarn" else None
-    rope = Rope(kind=kind, factor=3.0, original_max_position_embeddings=original)
-    config = dataclasses.replace(
-        ModelConfig.from_hf(SMALL_512), max_position_embeddings=positions, rope=rope
-    )
-    once = ModelConfig.from_hf(config.to_hf())
-    assert ModelConfig.from_hf(once.to_hf()) == once
-    assert once.rope == rope
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""Checks of the repository: imports, names, wheel, mutants, seeds; documentation at a release."""
+"""Checks of the repository: imports, names, wheel, mutants; documentation at a release."""
 
 import ast
 import dataclasses
 import importlib
-import os
 import pkgutil
 import re
 import runpy
@@ -16,18 +15,13 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import chex
-import jax
-import numpy as np
 import pytest
 
 import dms_jax
 from dms_jax import policies
 from dms_jax.assets import fetching
 from dms_jax.command_line import COMMANDS, main, running
-from tests.conftest import GATE
 from tests.mutants.table import MUTANTS
-from tests.support.reseeding import Reseeding
 from tests.support.tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -162,54 +156,6 @@ def test_names_in_all_and_in_messages_exist():
     assert not missing
 
 
-# Runs without the tests' import hook, so that warnings name the real caller, and as if dms_jax were
-# not installed.
-CALLER = """
-import dataclasses
-import importlib.metadata
-import warnings
-
-real = importlib.metadata.distribution
-
-
-def without_us(name):
-    if name == "dms-jax":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return real(name)
-
-
-importlib.metadata.distribution = without_us
-
-import dms_jax
-from dms_jax import assets
-from dms_jax.model.language_model import GenerationDefaults
-
-model = dms_jax.load(assets.path("stories260k"))
-sampling = dms_jax.Sampling(max_new_tokens=600)
-ends = dataclasses.replace(model, generation=GenerationDefaults(eos_token_ids=tuple(range(512))))
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    dms_jax.generate(ends, [[1, 2]], sampling=sampling)  # warns
-    dms_jax.Engine(ends).generate([[1, 2]], sampling=sampling)  # warns
-print(dms_jax.__version__)
-for one in caught:
-    print(one.filename, one.lineno)
-"""
-
-
-@pytest.mark.nightly
-def test_uninstalled_checkout_has_version_and_warnings_name_caller(tmp_path):
-    script = tmp_path / "caller.py"
-    script.write_text(CALLER)
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    version, *blamed = done.stdout.splitlines()
-    assert version == "0+checkout"
-    lines = [number for number, line in enumerate(CALLER.splitlines(), 1) if "# warns" in line]
-    assert set(blamed) == {f"{script} {line}" for line in lines}
-
-
 def test_wheel_has_both_packages_without_fetched_assets(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
@@ -247,45 +193,6 @@ def test_every_mutant_applies_and_names_tests():
             if not source or not all(re.search(each, source, re.MULTILINE) for each in defined):
                 wrong.append(f"{mutant.name}: there is no {test}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_gate_has_a_test_for_every_mutant(pytestconfig):
-    """Runs only if all tests are collected; `make mutants` runs the mutants."""
-    gate = pytestconfig.stash[GATE]
-    if not {mutant.tests[0].split("::")[0] for mutant in MUTANTS} <= gate.files:
-        pytest.skip("needs every file of tests collected, as `make test` does")
-    present = set(gate.tests)
-    for test in {test.partition("[")[0] for test in gate.tests}:
-        parts = test.split("::")  # a file, perhaps a class, a function
-        present |= {"::".join(parts[:count]) for count in range(1, len(parts) + 1)}
-    lost = [
-        f"{mutant.name}: the gate has none of {mutant.tests}"
-        for mutant in MUTANTS
-        if not present & set(mutant.tests)
-    ]
-    assert not lost, "\n".join(lost)
-
-
-@pytest.mark.own_seeds("compares streams by name")
-def test_reseeding_shifts_only_own_seeds(monkeypatch):
-    monkeypatch.setattr(np.random, "default_rng", np.random.default_rng)
-    monkeypatch.setattr(jax.random, "key", jax.random.key)
-    reseeding = Reseeding(2)
-    seeds = (7, [7, 8], np.uint32(7))
-    before = [np.random.default_rng(seed).normal() for seed in seeds]
-    key = jax.random.key(7)
-    reseeding.install()
-    after = [np.random.default_rng(seed).normal() for seed in seeds]
-    assert not set(before) & set(after)
-    assert after == [np.random.default_rng(seed).normal() for seed in seeds]
-    assert jax.random.key(7) != key
-    chex.assert_trees_all_equal(jax.random.key(7), jax.jit(lambda seed: jax.random.key(seed))(7))
-    # Other packages draw as before, and so do tests marked `own_seeds`.
-    names = {"draw": np.random.default_rng}
-    exec(compile("found = draw(7).normal()", "/usr/lib/other.py", "exec"), names)
-    assert names["found"] == before[0]
-    reseeding.active = False
-    assert np.random.default_rng(7).normal() == before[0]
 
 
 def blocks(language: str) -> dict[str, str]:
@@ -392,20 +299,3 @@ def test_every_documented_command_parses(line, tmp_path, monkeypatch, capsys):
             assert set(extras.split(",")) - {""} <= PROJECT["optional-dependencies"].keys()
         case _:
             pytest.fail(f"{LINES[line]}: no test knows {line!r}")
-
-
-@pytest.mark.release
-def test_the_documentation_builds_without_a_warning(tmp_path):
-    site = tmp_path / "site"
-    config = ["--config-file", "experiments/docs/mkdocs.yml", "--site-dir", str(site)]
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", *config],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    reference = (site / "reference" / "policies" / "index.html").read_text()
-    assert all(f'id="dms_jax.policies.{name}"' in reference for name in dms_jax.policies.POLICIES)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec
 from dms_jax import sharding
 from dms_jax.errors import ConfigError
 from dms_jax.model.caching import cache_specs, init_cache
-from dms_jax.policies import POLICIES, Quest, Vanilla
+from dms_jax.policies import POLICIES, Vanilla
 from dms_jax.policies.values import PolicyState
-from dms_jax.sharding import axes, declared_axes, partition
-from tests.support.chunks import state_of
+from dms_jax.sharding import axes, declared_axes
 from tests.support.models import tiny_config
 
 
@@ -101,31 +100,6 @@ def test_mismatched_axes_are_refused():
         declared_axes(jnp.zeros(3))
 
 
-class Pair(NamedTuple):
-    low: Any
-    pages: Any
-
-
-def test_innermost_axes_count():
-    @struct.dataclass
-    class Outer:
-        inner: Any = struct.field(metadata=axes("pages"))
-        plain: Any = struct.field(metadata=axes("pages"))
-        whole: Any = struct.field(metadata=axes())
-
-    array = jnp.zeros((2, 2))
-    plain = {"pages": [array], "pair": Pair(array, None)}
-    tree = Outer(inner=(Silent(ring=array),), plain=plain, whole=array)
-    split = partition(tree, "data", None)
-    assert split.inner[0].ring == PartitionSpec("data", None)
-    assert split.inner[0].notes is None
-    assert split.plain["pages"] == [PartitionSpec("data")]
-    assert split.plain["pair"] == Pair(PartitionSpec("data"), None)
-    assert split.whole == PartitionSpec()
-    assert partition(tree, "data", "model").plain["pages"] == [PartitionSpec(("data", "model"))]
-    assert partition(tree, None, None).plain["pages"] == [PartitionSpec(None)]
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_cache_is_split_by_rows_and_pages(name):
     policy = POLICIES[name]()
@@ -141,17 +115,7 @@ def test_every_cache_is_split_by_rows_and_pages(name):
     chex.assert_trees_all_equal_structs(specs, cache)
 
 
-def test_policies_declare_their_states_field_by_field():
-    state = PolicyState(
-        rows=state_of(POLICIES["DMC"](), 1, 1, 4).rows,
-        pages=state_of(Quest(), 1, 1, 4, num_pages=3, page_size=2).pages,
-    )
-    declared = declared_axes(state)
-    assert declared.rows.ring == declared.rows.sums == ("sequences", "kv_heads")
-    assert declared.pages.low == declared.pages.high == ("pages",)
-
-
-def test_experts_and_model_axes_split_other_parameters_together():
+def test_experts_and_model_axes_split_parameters():
     """Experts are split over `experts` and each one over `model`; otherwise over both together."""
     mesh = sharding.make_mesh(2, 2, experts=2)
     assert sharding.mesh_sizes(mesh) == (2, 1, 4)

@@ -75,30 +75,3 @@ def test_changed_device_page_is_copied_again():
     assert second[0] not in first.tolist()
     host.match(first[:1], np.array([9]))  # written to page 9 again
     assert host.on_device(first).tolist() == [9, 3]
-
-
-def test_add_reuses_known_pages_and_makes_room():
-    host, (read, _) = make(4)
-    first, kept = host.add(np.array([1, 2]), read, lambda: False), None
-    kept = host.add(np.array([3]), read, lambda: False)
-    given = []
-
-    def make_room() -> bool:
-        given.append(first)
-        host.drop(first)
-        return True
-
-    assert kept is not None
-    second = host.add(np.array([3, 4, 5]), read, make_room)
-    assert len(given) == 1
-    assert second is not None
-    assert second[0] == kept[0]
-    assert contents(host, second) == [3, 4, 5]
-    assert host.add(np.array([3, 6, 7, 8]), read, lambda: False) is None
-    assert host.used == 3  # nothing of the prefix that did not fit
-    assert host.add(np.arange(6, 12), read, make_room) is None
-    assert len(given) == 1  # no room is made for a prefix that can never fit
-    host.drop(second)
-    assert contents(host, kept) == [3]
-    host.clear()
-    assert host.used == 0

@@ -13,8 +13,8 @@ from dms_jax import assets
 from dms_jax.cache import PageAllocator
 from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.errors import CapacityError, ConfigError
-from dms_jax.generation import Conversation, Engine, Sampling, generate
-from dms_jax.policies import DMS, KCache, Vanilla
+from dms_jax.generation import Sampling, generate
+from dms_jax.policies import KCache
 
 LAYERS, BATCH, HEADS, HEAD_DIM, PAGE_SIZE = 2, 2, 2, 4, 3
 
@@ -122,77 +122,6 @@ def test_host_values_take_half_of_the_other_layers(stories, first_layers):
     assert away.usage.kv_reads == home.usage.kv_reads
 
 
-@pytest.mark.nightly
-def test_host_values_may_be_quantized(stories):
-    """The scales of all values stay on the device, which then has more scales than values."""
-    policy = KCache(top=8, first_layers=2)
-    here = dataclasses.replace(policy, values="device")
-    options = dict(page_size=16, sampling=Sampling(temperature=0, max_new_tokens=12))
-    away, home = (
-        generate(stories, [stories_tokens(stories, 33)], policy=p, kv_dtype="int4", **options)
-        for p in (policy, here)
-    )
-    assert away.tokens == home.tokens
-    assert away.usage.kv_reads == home.usage.kv_reads
-
-
-def test_pool_bytes_equal_the_accounting(stories):
-    engine = Engine(stories, KCache(first_layers=2), num_lanes=2, max_tokens=64, page_size=16)
-    runner, config = engine.runner, stories.config
-    pages = 2 * config.num_layers * config.num_kv_heads * 4
-    page = 16 * config.head_dim * 4
-    assert runner.cache.k_pages.nbytes == pages * page
-    assert runner.cache.v_pages.nbytes == pages * page * 2 // config.num_layers
-    assert runner.host.nbytes == pages * page * (config.num_layers - 2) // config.num_layers
-    assert runner.cache.pool.tail is None
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("policy", "same"),
-    [
-        (KCache(top=6, first_layers=1), KCache(top=6, first_layers=1, values="device")),
-        (KCache(top=500), Vanilla()),  # everything is fetched
-    ],
-)
-def test_rounds_of_questions_over_one_context(stories, policy, same):
-    """Each question may need another part of the context; KCache evicts nothing."""
-    model = dataclasses.replace(
-        stories, generation=dataclasses.replace(stories.generation, eos_token_ids=())
-    )
-    sampling = Sampling(temperature=0, max_new_tokens=10, logprobs=True)
-    context, *questions = (
-        stories_tokens(model, 90),
-        *(model.tokenizer.encode(q)[1:] for q in ("The dog", "Then a girl", "So the bird")),
-    )
-    talk, device = (
-        Conversation(model, each, max_tokens=256, page_size=16, chunk=4, prefill_chunk=32)
-        for each in (policy, same)
-    )
-    prompts = [context + questions[0], *questions[1:]]
-    for prompt in prompts:
-        there, here = (one.say(prompt, sampling=sampling) for one in (talk, device))
-        assert there.tokens == here.tokens
-        chex.assert_trees_all_close(
-            np.array(there.logprobs), np.array(here.logprobs), rtol=1e-7, atol=1e-5
-        )
-    assert there.usage.live_tokens == len(context) + sum(map(len, questions)) + 3 * 10 - 1
-
-
-@pytest.mark.nightly
-def test_host_values_work_with_cuts(stories):
-    policy = KCache(top=5, first_layers=1, over=DMS(window=6, alpha_offset=0.0))
-    model = dataclasses.replace(stories, policy=policy)
-    sampling = Sampling(temperature=0, max_new_tokens=20)
-    prompt = stories_tokens(stories, 60)
-    away = generate(model, [prompt], sampling=sampling, page_size=8)
-    here = dataclasses.replace(model, policy=dataclasses.replace(policy, values="device"))
-    home = generate(here, [prompt], sampling=sampling, page_size=8)
-    assert away.tokens == home.tokens
-    assert away.usage.compression_ratio > 1.1
-    assert away.usage.cache_bytes + away.usage.host_bytes == home.usage.cache_bytes
-
-
 def test_mesh_refuses_host_values():
     model = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 4))
     with pytest.raises(ConfigError, match="values='device'"):
@@ -210,20 +139,3 @@ def test_gpu_programs_read_values_written_by_the_host(stories):
         stories, prompts, policy=dataclasses.replace(policy, values="device"), **options
     )
     assert away.tokens == home.tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class HostFirst(KCache):
-    """Puts the values of its first layers on the host."""
-
-    def groups(self, num_layers):
-        return tuple(
-            dataclasses.replace(group, host_values=not group.host_values)
-            for group in super().groups(num_layers)
-        )
-
-
-def test_host_values_are_of_the_last_layers():
-    model = dms_jax.load(assets.path("stories260k"))
-    with pytest.raises(ConfigError, match="HostFirst: values in host memory are those of the last"):
-        generate(model, [[1, 2, 3]], policy=HostFirst(first_layers=1))

@@ -109,18 +109,6 @@ def test_fused_rotation_equals_rotating_first(policy, dtype):
     assert len(found) == len(zero) * BATCH * KV_HEADS
 
 
-def test_rotated_tokens_have_pool_dtype():
-    """A policy may merge in a wider one."""
-    pool = Pool(jnp.zeros((1, 2, 16), jnp.bfloat16), jnp.zeros((1, 2, 16), jnp.bfloat16))
-    table, slots = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1), jnp.int32)
-    wide = jnp.full((1, 1, 1, 16), 1.5)
-    nowhere = jnp.ones((1, 1, 8)), jnp.zeros((1, 1, 8))
-    after, q = pool.rotate_and_store(table, slots, wide, wide, 2 * wide, nowhere)
-    chex.assert_type([after.k_pages, after.v_pages, q], jnp.bfloat16)
-    assert (after.k_pages[0, 0] == 1.5).all()
-    assert (after.v_pages[0, 0] == 3).all()
-
-
 def scattered_rows(random, lengths):
     """A pool, and a table whose rows have pages for their lengths."""
     table = random.permutation(PAGES)[: BATCH * KV_HEADS * WIDTH].reshape(BATCH, KV_HEADS, WIDTH)

@@ -63,7 +63,7 @@ def test_base_is_not_served_under_evicting_policy():
         assert slots_of(BASE, None, a=tiny(policy))[1].names == ("a",)
 
 
-def test_given_policy_runs_all_adapters_without_unused_heads():
+def test_given_policy_drops_unused_heads():
     window = dataclasses.replace(HEAD, window=9)
     assert slots_of(BASE, window, a=tiny(), b=tiny(window))[0] == window
     tova = dms_jax.TOVA(budget=8)
@@ -92,18 +92,6 @@ def test_mismatched_adapters_are_refused(error, adapters, said):
     with pytest.raises(error, match=said) as raised:
         choose(BASE, None, adapters)
     assert "\n" not in str(raised.value)
-
-
-def test_adapters_are_stacked_in_widest_dtype():
-    half = tiny(size=LowRank(1))
-    half = dataclasses.replace(
-        half, transformer=jax.tree.map(lambda x: x.astype("bfloat16"), half.transformer)
-    )
-    narrow, wide = slots_of(BASE, None, a=half)[1], slots_of(BASE, None, a=half, b=tiny())[1]
-    for slots, of_heads in ((narrow, "bfloat16"), (wide, "float32")):
-        attention, heads = (slots.join(BASE).layers.attention, slots.join(BASE).layers.adapter)
-        assert attention.qkv_proj.q.lora_a.dtype == "bfloat16"
-        assert heads.each.proj.kernel.dtype == of_heads
 
 
 def test_adapter_of_another_checkpoint_is_refused(tmp_path):
@@ -145,7 +133,7 @@ def test_unknown_adapter_is_refused(pytestconfig):
 
 
 @pytest.mark.usefixtures("fakes")
-def test_equal_prompts_of_different_adapters_are_no_copies():
+def test_adapters_share_no_copies():
     """Each draws like the first request of its adapter."""
     engine, (prompt,) = adapted_engine(), prompts((5,))
     sampling = dataclasses.replace(SHORT, temperature=1.0)

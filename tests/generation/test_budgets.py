@@ -67,20 +67,6 @@ def test_budget_is_share_of_request(kind):
 
 
 @pytest.mark.nightly
-@every_kind
-def test_shared_budget_fits_its_pool(kind):
-    """Chunks longer than the budget, in the pool that `generate` makes."""
-    made = dms_jax.generate(
-        stories(),
-        PROMPTS[:1],
-        policy=kind(compression_ratio=4),
-        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=48),
-        page_size=8,
-    )
-    assert made.usage.live_tokens <= (24 + 48) // 4 + 5
-
-
-@pytest.mark.nightly
 @every_share
 def test_recomputed_conversation_keeps_budgets(kind):
     def converse(interrupted):
@@ -100,17 +86,6 @@ def test_recomputed_conversation_keeps_budgets(kind):
         np.array(plain.logprobs), np.array(again.logprobs), rtol=1e-7, atol=1e-4
     )
     assert plain.usage.live_tokens == again.usage.live_tokens
-
-
-@pytest.mark.nightly
-def test_growing_window_keeps_sinks_and_recent():
-    """The second turn has a larger budget: nothing is evicted before it is full."""
-    policy = dms_jax.StreamingLLM(compression_ratio=2, sinks=2)
-    chat = dms_jax.Conversation(stories(), policy, **TURNS)
-    first = chat.say(PROMPTS[0], sampling=SAMPLING)
-    assert first.usage.live_tokens == (24 + 16) // 2
-    second = chat.say(PROMPTS[1], sampling=SAMPLING)
-    assert second.usage.live_tokens == (24 + 16 + 7 + 16) // 2
 
 
 def test_share_over_windowed_policy_is_refused():
@@ -145,23 +120,6 @@ def test_scores_use_budget_of_whole_sequence():
     assert [got.usage.live_tokens for got in together] == [9, 7]
 
 
-@pytest.mark.nightly
-def test_scores_use_given_max_length():
-    tokens = [list(range(3, 35)), list(range(3, 15))]
-    share = dms_jax.H2O(compression_ratio=2)
-    got = dms_jax.score(stories(), tokens, policy=share, chunk=8, max_length=16)
-    want = dms_jax.score(stories(), tokens, policy=dms_jax.H2O(budget=8), chunk=8)
-    one_width = dms_jax.score(
-        stories(), tokens, policy=share, chunk=8, page_size=8, max_length=16, table_width=5
-    )
-    for each, other, wide in zip(got, want, one_width, strict=True):
-        chex.assert_trees_all_close(each.logprobs, other.logprobs, rtol=1e-7, atol=1e-4)
-        chex.assert_trees_all_close(each.logprobs, wide.logprobs, rtol=1e-7, atol=1e-4)
-        assert each.usage.kv_reads == other.usage.kv_reads == wide.usage.kv_reads
-    with pytest.raises(dms_jax.ConfigError, match="max_length"):
-        dms_jax.score(stories(), tokens, policy=share, max_length=0)
-
-
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
 def test_usage_counts_tokens_after_a_cut(name, left):
@@ -170,13 +128,6 @@ def test_usage_counts_tokens_after_a_cut(name, left):
     (made,) = host_engine(name, 1).generate([prompt], sampling=one)
     answer(prompt, one, name).check(made)
     assert (made.usage.live_tokens, made.usage.compression_ratio) == (left, 40 / left)
-
-
-@pytest.mark.nightly
-def test_usage_of_score_ending_with_a_cut():
-    policy = dms_jax.Knorm(budget=16, interval=8)
-    (scored,) = dms_jax.score(stories(), [list(range(3, 28))], policy=policy, chunk=8, page_size=8)
-    assert (scored.usage.peak_tokens, scored.usage.live_tokens) == (24, 16)
 
 
 @pytest.mark.usefixtures("fakes")

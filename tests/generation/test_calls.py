@@ -4,7 +4,6 @@ import dataclasses
 import threading
 import types
 
-import chex
 import pytest
 
 import dms_jax
@@ -19,7 +18,6 @@ from tests.generation.support import (
     GREEDY,
     answer,
     host_engine,
-    model_for,
     prompts,
     squeezed,
 )
@@ -108,29 +106,6 @@ def test_capacity_error_carries_finished_completions():
         assert engine.generate(given[:3], sampling=SHORT) == done
 
 
-@pytest.mark.nightly
-def test_interrupt_carries_finished_scores(monkeypatch):
-    given, follow, calls = prompts((13, 13, 13)), Runner.decode, []
-    model = model_for("vanilla", ends=False)
-    expected = dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
-
-    def seventh(self, *arguments, **options):
-        calls.append(1)
-        if len(calls) > 6:  # three programs each
-            raise KeyboardInterrupt
-        return follow(self, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "decode", seventh)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            dms_jax.score(model, given, chunk=8, page_size=16, num_lanes=1)
-    done = caught.value.finished
-    assert sorted(done) == [0, 1]
-    chex.assert_trees_all_equal(
-        [done[i].logprobs for i in done], [e.logprobs for e in expected[:2]]
-    )
-
-
 def evaluated(task=None):
     return evaluate(
         host_engine().model,
@@ -158,20 +133,6 @@ def test_interrupted_evaluation_carries_finished_answers(monkeypatch):
             evaluated()
     texts = {index: done.text for index, done in caught.value.finished.items()}
     assert texts == {index: whole.completions[index // 2][index % 2] for index in range(4)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Unjust(Continue):
-    name = "unjust"
-
-    def score(self, problem, completion):
-        raise Enough
-
-
-def test_failed_judgement_carries_answers():
-    with pytest.raises(Enough) as caught:
-        evaluated(Unjust())
-    assert sorted(caught.value.finished) == list(range(6))
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
@@ -203,18 +164,7 @@ def test_prompt_that_cannot_fit_is_refused_up_front(name, prefilled):
         check(engine.generate(given[:2], sampling=SHORT), given[:2], name=name, ends=ENDS)
 
 
-def test_first_chunk_that_cannot_fit_is_refused_up_front(prefilled):
-    """Under any policy, here one without a declared limit."""
-    engine = host_engine("evicts", 1, prefill_chunk=64)
-    with (
-        squeezed(engine, SMALL),
-        pytest.raises(CapacityError, match="cannot hold the first chunk of prompt 1"),
-    ):
-        engine.generate([*prompts((5,)), prompts((60,))[0]], sampling=SHORT)
-    assert prefilled == []
-
-
-def test_too_long_answer_is_refused_unless_it_may_end_early(prefilled):
+def test_too_long_answer_is_refused(prefilled):
     given, long = prompts((5, 30)), dataclasses.replace(GREEDY, max_new_tokens=20)
     exact = dataclasses.replace(GREEDY, max_new_tokens=PAGES * 16 - 30 + 1)
     engine, ending = host_engine(lanes=1), host_engine(lanes=1, ends=ENDS)
@@ -237,47 +187,6 @@ def test_too_long_answer_is_refused_unless_it_may_end_early(prefilled):
     with squeezed(ending, SMALL), pytest.raises(CapacityError):
         ending.generate(given[1:], sampling=drawn)
     assert prefilled
-
-
-def test_answer_of_one_token_needs_no_room():
-    """The pool holds the prompt but no chunk of steps, which is enough."""
-    (prompt,) = prompts((16 * (PAGES - 1),))
-    engine = host_engine("might evict", 1, ends=ENDS)
-
-    def drawn(first):
-        """Returns a sampling by which the first token ends the answer, or none of nine."""
-        for seed in range(200):
-            sampling = dataclasses.replace(SHORT, temperature=1.0, seed=seed)
-            if len(answer(prompt, sampling, "might evict", ends=ENDS).tokens) == (
-                1 if first else 9
-            ):
-                return sampling
-        raise AssertionError("no such seed")
-
-    with squeezed(engine, SMALL - 20):
-        with pytest.raises(CapacityError, match="the sequence to its end"):
-            engine.generate([prompt], sampling=drawn(False))
-        check(
-            engine.generate([prompt], sampling=drawn(True)),
-            [prompt],
-            drawn(True),
-            "might evict",
-            ends=ENDS,
-        )
-
-
-def test_evaluation_refuses_up_front(prefilled):
-    """Of three problems, one lane at a time, the first prompt is not the longest."""
-    task, model = Continue(), model_for("vanilla")
-    lengths = [len(model.tokenizer.encode(each.prompt)) for each in task.problems("test", 3)]
-    assert lengths[0] < max(lengths)
-    slots = max(lengths) - 1
-    options = dict(sampling=dataclasses.replace(SHORT, max_new_tokens=1))
-    memory = slots * 20 * 2 * model.config.head_dim * 4
-    serving = Serving(lanes=1, page_size=1, memory=memory)
-    with pytest.raises(CapacityError, match="cannot hold the prompt"):
-        evaluate(model, task, problems=3, serving=serving, **options)
-    assert prefilled == []
 
 
 # -- calls that overlap ------------------------------------------------------------------------
@@ -333,3 +242,17 @@ def test_concurrent_calls_are_refused_or_answered():
     assert results.right >= 1
     assert results.busy >= 1
     check(engine.generate(given[0], sampling=SHORT), given[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Unjust(Continue):
+    name = "unjust"
+
+    def score(self, problem, completion):
+        raise Enough
+
+
+def test_failed_judgement_carries_answers():
+    with pytest.raises(Enough) as caught:
+        evaluated(Unjust())
+    assert sorted(caught.value.finished) == list(range(6))

@@ -7,7 +7,6 @@ import pytest
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Update
 from dms_jax.generation.engine import Source
-from dms_jax.generation.reservation import Reservation
 from tests.generation.support import (
     GREEDY,
     SHAPE,
@@ -15,7 +14,6 @@ from tests.generation.support import (
     host_engine,
     prompts,
     requests_of,
-    serve_arrivals,
 )
 from tests.generation.test_streaming import Listener
 
@@ -55,31 +53,6 @@ def test_cancel_running_and_queued_requests(name):
     assert (never.usage.kv_reads, never.usage.peak_tokens, never.usage.cache_bytes) == (0, 0, 0)
 
 
-def test_cancel_waits_for_first_token_in_flight(monkeypatch):
-    """Another thread cancels while the token is in flight after collected steps."""
-    engine, sampling = host_engine(), dataclasses.replace(GREEDY, max_new_tokens=30)
-    requests = requests_of(prompts((5, 9)), sampling)
-    listener, trim = Listener(2), Reservation.trim
-
-    def cancelled(runner):
-        if engine._call.in_flight.drawn and requests[0].generated:
-            engine.cancel([1])
-        trim(runner)
-
-    monkeypatch.setattr(Reservation, "trim", cancelled)
-    monkeypatch.setattr(Reservation, "fits_table", lambda *_: False)  # which collects the steps
-    serve_arrivals(engine, [requests[:1], [], requests[1:]], listener)
-    first, one = requests
-    answer(first.prompt, sampling).check(first)
-    assert one.finish_reason == "cancelled"
-    assert one.generated == [token for each in listener.updates[1] for token in each.tokens]
-    count = len(one.generated)
-    want = answer(one.prompt, dataclasses.replace(sampling, max_new_tokens=count))
-    dataclasses.replace(want, finish_reason="cancelled").check(one)
-    assert one.usage is not None
-    assert one.usage.prefilled_tokens == len(one.prompt)
-
-
 def test_cancel_takes_effect_before_next_chunk():
     """No chunk runs for a request that is cancelled at its first token."""
     engine, given = host_engine(), prompts()
@@ -95,26 +68,6 @@ def test_cancel_takes_effect_before_next_chunk():
 def test_cancel_refuses_invalid_index():
     with pytest.raises(ConfigError, match="cancel: index"):
         host_engine().cancel([-1])
-
-
-def test_cancel_while_steps_run_takes_effect_before_next_chunk():
-    """Half of a chunk is in flight when the request is cancelled."""
-    engine = host_engine()
-    (request,) = requests_of(prompts((5,)), GREEDY)
-    coming, running_on = [[request]], []
-
-    def incoming(wait):
-        if coming:
-            return coming.pop()
-        if request.generated:
-            running_on.append(bool(engine.runner.reservation.steps_in_flight.any()))
-            engine.cancel([0])
-        return None
-
-    engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
-    assert running_on[0]
-    assert request.finish_reason == "cancelled"
-    assert request.generated == answer(request.prompt).tokens[: 1 + CHUNK]
 
 
 def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
@@ -143,22 +96,3 @@ def test_cancel_stops_prefill(name):
     assert long.usage.prefilled_tokens == long.usage.live_tokens == WIDTH
     assert long.usage.compression_ratio == 1  # of the prefilled part; the window evicts nothing yet
     answer(other.prompt, GREEDY, name).check(other)
-
-
-def test_cancelled_prompt_is_completed_for_its_sharer():
-    (prompt,) = prompts((30,))
-    first, second = cancelled_while_it_is_read(host_engine("evicts"), [prompt, prompt], 0)
-    assert first.finish_reason == "cancelled"
-    assert first.usage.prefilled_tokens == len(prompt)
-    answer(second.prompt, GREEDY, "evicts").check(second)
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_cancel_of_all_sharers_stops_prefill(listens):
-    """As when a client that requested several answers disconnects."""
-    engine, (prompt, after) = host_engine("evicts"), prompts((30, 13))
-    for request in cancelled_while_it_is_read(engine, [prompt, prompt], 0, 1, listens=listens):
-        assert (request.finish_reason, request.generated) == ("cancelled", [])
-        assert request.usage.prefilled_tokens <= WIDTH
-        assert request.usage.compression_ratio == 1  # of the prefilled part
-    answer(after, name="evicts").check(*engine.generate([after], sampling=GREEDY))

@@ -12,7 +12,6 @@ from dms_jax.data import encode_document
 from dms_jax.errors import CapacityError, ConfigError, DataError
 from tests.generation.support import (
     GREEDY,
-    MECHANISMS,
     ROWS_OF,
     answer,
     engine_for,
@@ -70,7 +69,7 @@ def test_cleared_conversation_starts_over(name, prefilled):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "tova"])
-def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
+def test_turns_equal_one_run_with_real_programs(name):
     conversation, past = dms_jax.Conversation(model_for(name, ends=False), **BRANCHES), []
     for turn in prompts([9, 4, 11]):
         completion = conversation.say(turn, sampling=SHORT)
@@ -82,18 +81,8 @@ def test_turns_equal_one_run_over_all_tokens_with_real_programs(name):
         past += turn + completion.tokens
 
 
-@pytest.mark.nightly
-def test_quest_turns_keep_their_prompts_dense():
-    """One run over all tokens differs: here the earlier answer was computed with selection."""
-    conversation = dms_jax.Conversation(model_for("quest", ends=False), **BRANCHES)
-    for turn in prompts([20, 6]):
-        completion = conversation.say(turn, sampling=SHORT)
-    assert completion.usage.live_tokens == 20 + 9 + 6 + 9 - 1
-    assert len(completion.tokens) == 9
-
-
 @on_fakes
-def test_stop_string_ends_turn_and_caches_nothing_after_it(prefilled):
+def test_stop_string_ends_turn(prefilled):
     prompt, turn = prompts([9, 3])
     sampling = dataclasses.replace(SHORT, stop=answer(prompt).text[9:12], max_new_tokens=20)
     conversation = begun(**SHAPE)
@@ -199,7 +188,7 @@ def test_chat_template_renders_each_turn_once(chatting, prefilled):
 
 
 @on_fakes
-def test_template_variables_apply_wherever_messages_are_rendered(chatting, prefilled):
+def test_template_variables_apply_everywhere(chatting, prefilled):
     """Prompts, every turn of a conversation, and documents to train on."""
     chatting.tokenizer.chat_template = TEMPLATE + "{{ thinking | default('') }}"
     thinking = chatting.with_template(thinking="hm")
@@ -228,21 +217,6 @@ def test_invalid_template_variables_are_refused(chatting):
 
 
 @on_fakes
-def test_end_token_is_not_repeated_by_template(chatting):
-    generation = dataclasses.replace(
-        chatting.generation, eos_token_ids=tuple(range(chatting.config.vocab_size))
-    )
-    model = dataclasses.replace(chatting, generation=generation)
-    conversation = dms_jax.Conversation(model, **(SHAPE | {"max_tokens": 128}))
-    conversation.say(user("A cat"), sampling=SHORT)  # any first token ends it
-    ended = (chatting.tokenizer.eos_token_id,)
-    conversation._history = dataclasses.replace(conversation._history, before=ended)
-    second = conversation.say(user("sat"), sampling=SHORT)
-    more = chatting.tokenizer.encode("</s>[user] sat[assistant] ", False)
-    assert second.usage.prompt_tokens == len(more)
-
-
-@on_fakes
 def test_chat_after_plain_text_is_refused(chatting):
     conversation = dms_jax.Conversation(chatting, **SHAPE)
     conversation.say("A cat", sampling=SHORT)
@@ -253,12 +227,6 @@ def test_chat_after_plain_text_is_refused(chatting):
     conversation.say(user("A cat"), sampling=SHORT)
     with pytest.raises(DataError, match="does not repeat an earlier answer"):
         conversation.say(user("sat"), sampling=SHORT)
-
-
-def test_several_seeds_for_one_conversation_are_refused():
-    conversation = begun(**SHAPE)
-    with pytest.raises(ConfigError, match="2 seeds for 1 prompts"):
-        conversation.say([5], sampling=dms_jax.Sampling(seed=[1, 2]))
 
 
 # -- questions about one context ---------------------------------------------------------------
@@ -291,60 +259,11 @@ def test_questions_prefill_their_context_once(name, prefilled):
     assert len(conversation.turns) == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["vanilla", "dms", "dmc", "quest", "snapkv", "kcache"])
-def test_questions_are_answered_as_alone_with_real_programs(name):
-    model, policy = model_for("vanilla", ends=False), MECHANISMS[name]
-    context, *questions = prompts([17, 4, 9, 6])
-    conversation = dms_jax.Conversation(model, policy, **BRANCHES)
-    conversation.read(context)
-    answers = conversation.ask(questions, sampling=SHORT)
-    for found, question in zip(answers, questions, strict=True):
-        alone = dms_jax.Conversation(model, policy, **BRANCHES)
-        alone.read(context)
-        want = alone.say(question, sampling=SHORT)
-        assert found.tokens == want.tokens
-        assert found.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-        for figure in ("kv_reads", "peak_tokens", "live_tokens", "prompt_tokens"):
-            assert getattr(found.usage, figure) == getattr(want.usage, figure)
-
-
-@on_fakes
-def test_chains_prefill_their_question_once(prefilled):
-    conversation = begun("evicts", **BRANCHES)
-    context, question = prompts([17, 6])
-    conversation.read(context)
-    prefilled.clear()
-    sampling = dataclasses.replace(SHORT, temperature=1.0)
-    answers = conversation.ask([question] * 2, sampling=sampling)
-    assert sum(prefilled) == len(question)
-    assert [each.usage.prefilled_tokens for each in answers] == [6, 0]
-    for copy, found in enumerate(answers):
-        want = answer(context + question, sampling, "evicts", copy=copy)
-        assert found.tokens == want.tokens
-
-
 def with_pages(conversation, pages: int):
     """Returns a new conversation with a pool of that many pages."""
     free = conversation._engine.runner.reservation.allocator._free
     free[0] = free[0][len(free[0]) - pages :]
     return conversation
-
-
-@on_fakes
-def test_questions_that_do_not_fit_together_wait():
-    """There is memory for the context and one question, but there are two branches."""
-    context, *questions = prompts([17, 4, 9])
-    conversation = with_pages(begun(**BRANCHES), 7 * 20)
-    conversation.read(context)
-    answers = conversation.ask(questions, sampling=SHORT)
-    expected = [answer(context + question, SHORT).tokens for question in questions]
-    assert [each.tokens for each in answers] == expected
-    small = with_pages(begun(**BRANCHES), 3 * 20)
-    small.read(context)
-    with pytest.raises(CapacityError, match=r"the prompt of prompt 1 \(26 tokens so far\)"):
-        small.ask(questions, sampling=SHORT)
-    assert small.say(questions[0], sampling=SHORT).tokens == expected[0]
 
 
 @on_fakes
@@ -361,14 +280,3 @@ def test_invalid_questions_and_contexts_are_refused(chatting):
     conversation.read("A cat")
     with pytest.raises(DataError, match="began with plain text"):
         conversation.say(user("sat"), sampling=SHORT)
-
-
-def test_context_may_fill_pool():
-    """The next turn fails, as there is no room for an answer."""
-    conversation = dms_jax.Conversation(
-        model_for("vanilla", ends=False), max_tokens=32, page_size=16, chunk=8, prefill_chunk=16
-    )
-    for _ in range(2):
-        conversation.read([5] * 16)
-    with pytest.raises(CapacityError):
-        conversation.say([6], sampling=GREEDY)

@@ -1,7 +1,5 @@
 """The overhead of a call: compilations and host work."""
 
-import time
-
 import chex
 import jax
 import numpy as np
@@ -130,16 +128,3 @@ def test_keys_depend_on_seed_and_copy_alone():
         alone = jax.random.fold_in(jax.random.key(seed), copy)
         chex.assert_trees_all_equal(key, jax.random.key_data(alone))
     assert len({tuple(key) for key in keys.tolist()}) == 4
-
-
-def lengths() -> np.ndarray:
-    return np.random.default_rng(0).integers(3000, 4096, (32, 256, 8))
-
-
-def best_of(call, count: int = 5) -> float:
-    seconds = []
-    for _ in range(count):
-        before = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - before)
-    return min(seconds)

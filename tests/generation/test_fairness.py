@@ -107,34 +107,6 @@ def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
     assert max(map(len, watch.turns)) == bound // WIDTH  # also by one long prompt
 
 
-def test_closed_list_prefills_before_decoding(monkeypatch):
-    """No answer waits, so programs are as large as possible."""
-    engine = host_engine(lanes=6, prefill_tokens=40, **SHAPE)
-    watch = Watch.over(engine, monkeypatch)
-    given = [story_tokens()[start : start + 40] for start in range(6)]
-    for each, completion in zip(given, engine.generate(given, sampling=GREEDY), strict=True):
-        answer(each).check(completion)
-    assert not any(watch.pauses)
-
-
-def test_short_prompt_overtakes_long_one(monkeypatch):
-    """The short one needs two programs of 8 tokens and alternates with the long one."""
-    engine = host_engine(lanes=6, **SHAPE, **BY_CHUNK)
-    watch = Watch.over(engine, monkeypatch)
-    text = story_tokens()
-    samplings = [dataclasses.replace(GREEDY, max_new_tokens=most) for most in (100, 2, 2)]
-    requests = requests_of([text[:5], text[10:160], text[200:213]], samplings)
-    told = []
-    serve_arrivals(engine, [requests[:1], [], requests[1:]], lambda each: told.append(each))
-    check(requests)
-    begun = [each.index for each in told if each.finished]
-    assert begun == [2, 1, 0]
-    behind = next(number for number, each in enumerate(told) if each.index == 2)
-    seen = sum(len(each.tokens) for each in told[:behind] if each.index == 0)
-    assert seen <= 8 * CHUNK
-    assert max(watch.pauses) == WIDTH
-
-
 @pytest.mark.parametrize(("options", "steps"), [(BY_CHUNK, 1), ({}, CHUNK)])
 def test_chunk_is_one_step_while_prompts_wait(options, steps, monkeypatch):
     engine = host_engine(lanes=6, **SHAPE, **options)
@@ -170,7 +142,7 @@ def ends_of(engine, looks):
     return ended
 
 
-def test_requests_are_admitted_by_priority_then_arrival():
+def test_requests_run_by_priority_then_arrival():
     engine, given = host_engine(lanes=1), prompts((5, 6, 7, 8, 9, 4))
     requests = with_priorities(given, 1, 5, 0, 5, -2, 0)
     assert ends_of(engine, [requests[:5], requests[5:]]) == [4, 2, 5, 0, 1, 3]
@@ -178,7 +150,7 @@ def test_requests_are_admitted_by_priority_then_arrival():
 
 
 @pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0)])
-def test_youngest_of_lowest_priority_is_preempted_and_returns_first(priorities, monkeypatch):
+def test_least_urgent_youngest_is_preempted(priorities, monkeypatch):
     """Three answers grow beyond the pool."""
     engine, left = host_engine(lanes=3), []
     preempt = Scheduler.preempt
@@ -226,16 +198,3 @@ def test_urgent_request_does_not_wait_for_less_urgent_prefix(urgent):
     engine.runner.prefixes.clear()
     check(requests)
     assert [each.usage.cached_tokens for each in requests] == [0, 64, 0 if urgent else 64]
-
-
-def test_order_of_arrival_within_priority():
-    """At every poll as many urgent requests arrive as there are lanes; then none."""
-    short = dataclasses.replace(GREEDY, max_new_tokens=3)
-    urgent, others = (requests_of(prompts([length] * 12), short) for length in (5, 6))
-    for each in others:
-        each.index, each.priority = 100 + each.index, 3
-    looks = [urgent[place : place + 2] for place in range(0, 12, 2)]
-    looks[0], looks[3] = others[:6] + looks[0], others[6:] + looks[3]
-    ended = ends_of(host_engine(lanes=2), looks)
-    check([*urgent, *others])
-    assert ended == [*range(12), *range(100, 112)]

@@ -1,7 +1,6 @@
 """Answers with a grammar, beside answers without."""
 
 import collections
-import contextlib
 import dataclasses
 import json
 import re
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, grammar
 from dms_jax.generation.engine import Source
@@ -23,14 +21,12 @@ from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.generation.sampling import LanesFilter, sample
-from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     MECHANISMS,
     SHAPE,
     model_for,
     prompts,
     requests_of,
-    results_of,
     serve_arrivals,
     stories,
 )
@@ -181,30 +177,7 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     assert chunks == ["step"] + ["whole"] * 4  # of four steps each
 
 
-@pytest.mark.nightly
-def test_preempted_answer_continues_its_grammar(engine, monkeypatch):
-    """The pool holds one whole answer, and the policy keeps every token."""
-    sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
-    want = engine.generate(PROMPTS, sampling=sampling)
-    preempted = results_of(monkeypatch, Scheduler, "preempt")
-    runner = engine.runner
-    rows = runner.model.config.num_layers * runner.model.config.num_kv_heads
-    small = Engine(
-        stories(),
-        dms_jax.Vanilla(),
-        num_lanes=4,
-        max_tokens=64,
-        page_size=16,
-        chunk=4,
-        prefill_chunk=16,
-        memory=runner.page_bytes * rows * 6,
-    )
-    found = small.generate(PROMPTS, sampling=sampling)
-    assert preempted
-    assert [each.tokens for each in found] == [each.tokens for each in want]
-
-
-def test_grammar_resumes_from_recorded_tokens_after_error(engine, monkeypatch):
+def test_grammar_resumes_after_error(engine, monkeypatch):
     """Its matcher has consumed tokens that the error lost."""
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
     want = engine.generate(PROMPTS[:2], sampling=sampling)
@@ -224,22 +197,6 @@ def test_grammar_resumes_from_recorded_tokens_after_error(engine, monkeypatch):
     assert 1 < len(requests[0].generated) < len(want[0].tokens)
     engine.serve(Source(requests, sampling))
     assert [each.generated for each in requests] == [each.tokens for each in want]
-
-
-def test_too_complex_grammar_names_its_request(engine, monkeypatch):
-    sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
-    requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
-    after = TokenMasks.after
-
-    def wrong(self, requests, *given, **more):
-        for each in requests.values():
-            each.matcher.compiled.consume_token(500)  # a token that no state of the grammar allows
-        return after(self, requests, *given, **more)
-
-    monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match=r"after token 1: .*satisfy") as error:
-        serve_arrivals(engine, [requests])
-    assert error.value.indices == {requests[1].index}
 
 
 def host_grammars():
@@ -356,20 +313,6 @@ def test_opening_forces_its_tokens():
     assert matcher.only == 69
 
 
-def test_ended_lane_is_not_masked():
-    """The newest token of the lane does not change until it has another request."""
-    masks, opening = TokenMasks(2, 70), grammar.Opening((9, 5, 7))
-    requests = {
-        lane: types.SimpleNamespace(matcher=grammar.OpeningMatcher(opening)) for lane in (0, 1)
-    }
-    found = masks.after(requests, np.array([9, 9]), np.array([3, 3]), end_tokens=(2,))
-    assert (found != -1).any(1).all()
-    for newest, remaining in (([9, 2], [2, 2]), ([5, 2], [0, 1])):
-        found = masks.after(requests, np.array(newest), np.array(remaining), end_tokens=(2,))
-        assert (found == -1).all(1).tolist() == [remaining[0] == 0, True]
-    assert [each.matcher.only for each in requests.values()] == [7, 5]
-
-
 # -- every policy ----------------------------------------------------------------------------------
 
 
@@ -393,41 +336,17 @@ def test_grammar_of_any_text_changes_no_answer(name):
         assert one.usage.peak_tokens == other.usage.peak_tokens
 
 
-@contextlib.contextmanager
-def lowerings():
-    """Counts programs that are lowered, by name."""
-    lowered: collections.Counter[str] = collections.Counter()
+def test_too_complex_grammar_names_its_request(engine, monkeypatch):
+    sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
+    requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
+    after = TokenMasks.after
 
-    def count(event: str, seconds: float, **facts) -> None:
-        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
-            lowered[facts["fun_name"]] += 1
+    def wrong(self, requests, *given, **more):
+        for each in requests.values():
+            each.matcher.compiled.consume_token(500)  # a token that no state of the grammar allows
+        return after(self, requests, *given, **more)
 
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        yield lowered
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-
-
-@pytest.mark.nightly
-def test_grammar_on_mesh():
-    """Lanes and heads are split over four devices, and no program is compiled twice."""
-    sampling = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON))
-    expected = Engine(model_for("vanilla"), max_tokens=64, **SHAPE).generate(
-        PROMPTS, sampling=sampling
-    )
-    mesh = dms_jax.make_mesh(2, 2)
-    model = dms_jax.load(assets.path("stories260k"), mesh=mesh)
-    engine = Engine(model, dms_jax.Vanilla(), max_tokens=64, **SHAPE)
-    assert not InFlight(engine.runner, ())._masks._reused
-    with lowerings() as lowered:
-        found = engine.generate(PROMPTS, sampling=sampling)
-    assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert {"jit(advance)", "jit(draw)"} <= lowered.keys()
-    assert {name: number for name, number in lowered.items() if number > 1} == {}
-    engine.warm()
-    requests = requests_of(PROMPTS, sampling)  # each with a different sampling
-    with lowerings() as lowered:
+    monkeypatch.setattr(TokenMasks, "after", wrong)
+    with pytest.raises(GrammarError, match=r"after token 1: .*satisfy") as error:
         serve_arrivals(engine, [requests])
-    assert [each.generated for each in requests] == [each.tokens for each in expected]
-    assert not lowered
+    assert error.value.indices == {requests[1].index}

@@ -157,21 +157,6 @@ def _leaves(model):
     return jax.tree.leaves(nnx.state(model.transformer))
 
 
-def test_pool_bytes_equal_the_accounting():
-    model = model_for("quest", ends=False)
-    engine = Engine(model, num_lanes=3, max_tokens=64, page_size=16)
-    runner = engine.runner
-    cache = runner.cache
-    pool = cache.k_pages.nbytes + cache.v_pages.nbytes
-    bounds = cache.page_state.low.nbytes + cache.page_state.high.nbytes
-    pages = 3 * 20 * 4
-    assert runner.reservation.allocator.pages_per_shard == pages
-    assert pool + bounds == pages * runner.page_bytes
-    assert runner.reservation.cache_bytes()[1] == 0
-    runner.reservation.reserve(np.array([0, 17, 0]))
-    assert runner.reservation.cache_bytes()[1] == 2 * 20 * runner.page_bytes
-
-
 def test_estimate_errors():
     with pytest.raises(CapacityError, match=r"16\.06 GB of weights do not fit 16 GB"):
         dms_jax.estimate(LLAMA_8B, tokens=64, device="t4")
@@ -282,27 +267,6 @@ def test_lanes_are_counted_beside_their_pages(monkeypatch):
     for given in (None, 5_000_000):
         with pytest.raises(CapacityError, match=f"{most + 1:,} sequences at a time .* fewer lanes"):
             sized(num_lanes=most + 1, memory=given)
-
-
-def test_pool_size_is_rounded_so_processes_share_programs(monkeypatch):
-    """Programs are compiled for the number of pages."""
-    model = model_for("vanilla")
-    sized = functools.partial(
-        pool_pages, model, POLICIES["vanilla"], num_lanes=64, max_tokens=4096, page_size=16
-    )
-    page, beside = (
-        2 * 16 * model.config.head_dim * 4,
-        64 * memory.lane_bytes(model.config, 4096, 16),
-    )
-    found = []
-    for pages in (4224, 4230, 4287, 4288):  # 66 and 67 times 64
-        monkeypatch.setattr(memory, "_device_memory", lambda _, n=pages: (n * page + beside, 1e12))
-        found.append(sized(memory=None))
-    assert found == [4224, 4224, 4224, 4288]
-    assert sized(memory=4287 * page) == 4287  # as it was asked
-    rows = model.config.num_layers * model.config.num_kv_heads
-    monkeypatch.setattr(memory, "_device_memory", lambda _: (rows * page + beside, 1e12))
-    assert sized(memory=None) == rows  # the fewest that run
 
 
 @pytest.mark.parametrize(

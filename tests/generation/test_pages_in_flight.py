@@ -101,20 +101,6 @@ def test_chunk_touches_only_its_own_pages(name, monkeypatch):
         assert watch.ahead or pages < whole
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_steps_in_flight_are_counted_in_reused_idle_lane(seed, monkeypatch):
-    """In steps in flight the lane repeats the end token when a new request takes it."""
-    engine, text, rng = engine_with_ends("keeps"), story_tokens(), np.random.default_rng(seed)
-    starts, sizes = rng.integers(0, 200, 24), rng.choice([1, 8, 17, 28], 24)
-    prompts = [text[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-    lengths = rng.choice([1, 9, 30, 60], 24)
-    whole = len(engine.runner.reservation.allocator._free[0])
-    for pages in (whole, whole // 4):
-        with monkeypatch.context() as patch:
-            Watch(patch, pages)
-            check_answers(engine, "keeps", pages, prompts, lengths)
-
-
 def check_answers(engine, name, pages, prompts, lengths) -> None:
     """Serves answers of at most these lengths from a pool of a given size."""
     sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=100)

@@ -71,7 +71,7 @@ def test_prompts_come_before_answers():
     assert state.next_batch() is None
 
 
-def test_oldest_and_shortest_prompt_alternate_while_decoding():
+def test_oldest_and_shortest_prompt_alternate():
     state = reading(part(0, 300), part(1, 20), part(2, 20, answer=40), takes_turns=True)
     found = [(run(state), state.take_complete()) for _ in range(4)]
     assert found == [
@@ -143,7 +143,7 @@ def test_tokens_run_in_order_and_end_their_prompts():
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
-def test_one_pass_tokens_share_no_program_with_others(takes_turns):
+def test_one_pass_tokens_run_alone(takes_turns):
     """An answer after a one-pass prompt runs token by token; a part of 16 runs narrower."""
     given = part(0, 90, whole=70), part(1, 50, answer=20, whole=50), part(2, 80, whole=0)
     state, seen, found = reading(*given, takes_turns=takes_turns), {}, []

@@ -19,22 +19,17 @@ import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling
 from dms_jax.generation import prefixes as prefixes_module
-from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     GREEDY,
-    ROWS_OF,
     adapted,
     adapted_engine,
     answer,
     host_engine,
     prompts,
-    requests_of,
-    results_of,
     serve_arrivals,
     squeezed,
     stories,
@@ -105,18 +100,6 @@ def test_next_turn_continues_answer(name, expected):
     assert second.usage.cached_tokens == expected
 
 
-def test_prompt_below_budget_continues_although_policy_cuts():
-    """TOVA, H2O and others with dense prompts, as long as nothing was evicted."""
-    policy = dms_jax.TOVA(budget=24)
-    assert policy.shrinks
-    with mock.patch.dict(ROWS_OF, {"dense": policy}):
-        engine, (prompt, long) = engine_of("dense"), prompts((13, 22))
-        for given, most in ((prompt, 18), (long, 16)):
-            first = engine.generate([given], sampling=SHORT)[0]
-            again = engine.generate([given + first.tokens + [5]], sampling=SHORT)[0]
-            assert again.usage.cached_tokens == most
-
-
 @pytest.mark.parametrize("name", ["keeps", "evicts"])
 def test_adapters_share_no_prefixes(name):
     """Neither within one call (one prefill per adapter) nor in later calls."""
@@ -144,21 +127,7 @@ def test_adapters_share_no_prefixes(name):
     assert engine.runner.reservation.allocator.pages_of_prefixes == 0
 
 
-def test_host_prefixes_are_dropped_with_adapter():
-    engine, given = adapted_engine("evicts", 2, page_size=PAGE, prefix_cache=1e6), prompts((29,))
-    engine.runner.recover()
-    engine.runner.prefixes.clear()
-    for adapter in ("a", "b"):
-        engine.generate(given, sampling=SHORT, adapter=adapter)
-    prefixes = engine.runner.prefixes
-    prefixes._reclaim(0, prefixes._allocator.pages_of_prefixes)
-    before = prefixes.counts
-    engine.update(adapters={"a": adapted("a")})
-    assert 0 < prefixes.counts.host_states < before.host_states
-    assert 0 < prefixes.counts.host_bytes < before.host_bytes
-
-
-def test_prefixes_depend_on_longest_length_if_budget_does(monkeypatch):
+def test_prefixes_depend_on_max_length(monkeypatch):
     engine, (prompt,) = engine_of("bounded", 4), prompts((29,))
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
     longer = dataclasses.replace(SHORT, max_new_tokens=7)
@@ -178,40 +147,6 @@ def test_queued_chains_find_their_prompt(name):
     assert cached(found) == [0, 0, 24, 0, 24]
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_requests_overtake_those_that_wait_for_prefix(name):
-    """No lane stays idle for the waiting request, and it runs next."""
-    engine, other = engine_of(name, 4), story_tokens()[200:211]
-    given = [DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1], other]
-    order, start = [], Scheduler._start
-
-    def noted(scheduler, started):
-        order.append(sorted(each.index for each in started.values()))
-        start(scheduler, started)
-
-    with mock.patch.object(Scheduler, "_start", noted):
-        ask(engine, name, given)
-    assert order == [[0, 2], [1]]
-
-
-@pytest.mark.parametrize("name", ["keeps", "evicts"])
-def test_request_waits_for_prefix_in_prefill(name):
-    """The document is in the tree but evicted, and one request prefills it again."""
-    engine = engine_of(name, 4, prefix_cache=0)
-    given = [DOCUMENT + question for question in QUESTIONS]
-    ask(engine, name, given[:2])
-    requests = [
-        make_request(engine.model.config, prompt, SHORT, index=index)
-        for index, prompt in enumerate(given)
-    ]
-    prefixes = engine.runner.prefixes
-    for state in list(prefixes._on_device):
-        prefixes._allocator.drop(state.pages)
-        prefixes._remove(state)
-    serve_arrivals(engine, [requests[2:3], requests[3:]])
-    assert [each.usage.cached_tokens for each in requests[2:]] == [0, 24]
-
-
 def test_open_stream_without_prefix_cache_keeps_no_tree():
     """A server is one endless call, whose tree would grow forever."""
     engine = engine_of("evicts", 4, prefix_cache=None)
@@ -225,25 +160,6 @@ def test_open_stream_without_prefix_cache_keeps_no_tree():
 
 
 # -- memory --------------------------------------------------------------------------------------
-
-
-def test_appending_policy_shares_pages():
-    """The document is in the pool once, so five requests fit; without sharing two would."""
-    engine = engine_of("keeps", 4)
-    given = [DOCUMENT[:24] + question for question in QUESTIONS[:4]]
-    ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
-    sampling = dataclasses.replace(SHORT, max_new_tokens=4)
-    running = []
-    with squeezed_with_prefixes(engine, (3 + 4 * 2) * 20):
-        ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
-        found = engine.generate(
-            given,
-            sampling=sampling,
-            on_tokens=lambda update: running.append(len(engine.running)),
-        )
-    for one, prompt in zip(found, given, strict=True):
-        answer(prompt, sampling, "keeps").check(one)
-    assert max(running) == 4
 
 
 @contextlib.contextmanager
@@ -281,33 +197,6 @@ def test_host_memory_is_bounded():
             assert engine.runner.prefixes.counts.host_bytes <= 64_000
         assert engine.runner.prefixes.counts.host_bytes > 32_000
         assert cached(ask(engine, "evicts", given[-1:])) == [24]
-
-
-def test_shared_page_is_copied_to_host_once():
-    engine = engine_of("keeps")
-    given = [DOCUMENT + question for question in QUESTIONS]
-    ask(engine, "keeps", given)
-    prefixes, page = engine.runner.prefixes, engine.runner.page_bytes
-    before = prefixes.counts
-    prefixes._reclaim(0, before.bytes // page)
-    after = prefixes.counts
-    assert after.host_bytes == before.bytes
-    assert (after.bytes, after.states, after.host_states) == (0, 0, before.states)
-    assert cached(ask(engine, "keeps", given)) == [32, 32, 32, 32]
-
-
-@pytest.mark.parametrize("name", ["evicts", "bounded"])
-def test_least_recently_used_prefix_is_dropped_first(name):
-    engine, (first, second) = engine_of(name, 4, prefix_cache=0), prompts((29, 27))
-    for prompt in (first, second, first):
-        ask(engine, name, [prompt])
-    prefixes = engine.runner.prefixes
-    states = list(prefixes._on_device)
-    assert [state.node.depth for state in states[-2:]] == [24, states[-1].node.depth]
-    prefixes._reclaim(0, len(set(np.concatenate([each.pages for each in states[:-2]]).tolist())))
-    assert list(prefixes._on_device) == states[-2:]
-    assert cached(ask(engine, name, [second])) == [0]
-    assert cached(ask(engine, name, [first])) == [24]
 
 
 def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[int]:
@@ -367,34 +256,12 @@ def test_state_that_another_queued_turn_continues_is_copied():
         assert cached(ask(engine, "evicts", [[*start, 5, 6, 7], [*start, 5, 7, 6]])) == [35, 35]
 
 
-@pytest.mark.parametrize("name", ["keeps", "might evict"])
-def test_preempted_request_continues_from_its_prefix(name, monkeypatch):
-    """It is not prefilled again, because its state went to the host."""
-    engine, given = engine_of(name), prompts((30, 29))
-    longer = dataclasses.replace(GREEDY, max_new_tokens=24)
-    preempted = results_of(monkeypatch, Scheduler, "preempt")
-    with squeezed_with_prefixes(engine, 10 * 20):
-        found = engine.generate(given, sampling=longer)
-    for one, prompt in zip(found, given, strict=True):
-        answer(prompt, longer, name).check(one)
-    assert preempted
-    assert sum(one.usage.prefilled_tokens for one in found) <= 59 + PAGE
-
-
 def test_prefixes_on_a_mesh_are_refused():
     model = dataclasses.replace(stories(), mesh=mock.Mock(spec=jax.sharding.Mesh))
     runner = mock.Mock(model=model)
     with pytest.raises(ConfigError, match=r"prefix_cache.*one device"):
         Prefixes(runner, 0)
     assert not Prefixes(runner, None).keeps
-
-
-def test_prefixes_are_forgotten_with_the_cache():
-    engine, (prompt,) = engine_of("evicts"), prompts((30,))
-    ask(engine, "evicts", [prompt])
-    engine.runner.release()
-    assert engine.runner.prefixes.counts.states == 0
-    assert cached(ask(engine, "evicts", [prompt])) == [0]
 
 
 # -- at random -----------------------------------------------------------------------------------
@@ -501,24 +368,75 @@ def check_consistent(prefixes: Prefixes) -> None:
     assert np.count_nonzero(host._host_of >= 0) == len(matched)
 
 
-def test_cancelled_queued_request_leaves_prefix_tree():
-    """No state is stored for it, so no program is split at the end of its common prefix."""
-    engine, given = engine_of("evicts", lanes=1), [DOCUMENT + each for each in QUESTIONS]
-    requests = [
-        make_request(engine.model.config, prompt, SHORT, index=index)
-        for index, prompt in enumerate(given)
-    ]
-    looks = iter([requests, [], []])
+def test_host_prefixes_are_dropped_with_adapter():
+    engine, given = adapted_engine("evicts", 2, page_size=PAGE, prefix_cache=1e6), prompts((29,))
+    engine.runner.recover()
+    engine.runner.prefixes.clear()
+    for adapter in ("a", "b"):
+        engine.generate(given, sampling=SHORT, adapter=adapter)
+    prefixes = engine.runner.prefixes
+    prefixes._reclaim(0, prefixes._allocator.pages_of_prefixes)
+    before = prefixes.counts
+    engine.update(adapters={"a": adapted("a")})
+    assert 0 < prefixes.counts.host_states < before.host_states
+    assert 0 < prefixes.counts.host_bytes < before.host_bytes
 
-    def incoming(wait):
-        engine.cancel([1, 2])
-        return next(looks, None)
 
-    engine.serve(Source([], SHORT, incoming=incoming))
-    assert [each.finish_reason for each in requests] == ["length", *["cancelled"] * 2, "length"]
-    trees = engine.runner.prefixes._trees.values()
-    nodes = [tree.insert(np.array(prompt, np.int32)) for tree in trees for prompt in given]
-    assert [node.waiting for node in nodes] == [0] * len(given)
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_requests_overtake_those_that_wait_for_prefix(name):
+    """No lane stays idle for the waiting request, and it runs next."""
+    engine, other = engine_of(name, 4), story_tokens()[200:211]
+    given = [DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1], other]
+    order, start = [], Scheduler._start
+
+    def noted(scheduler, started):
+        order.append(sorted(each.index for each in started.values()))
+        start(scheduler, started)
+
+    with mock.patch.object(Scheduler, "_start", noted):
+        ask(engine, name, given)
+    assert order == [[0, 2], [1]]
+
+
+def test_appending_policy_shares_pages():
+    """The document is in the pool once, so five requests fit; without sharing two would."""
+    engine = engine_of("keeps", 4)
+    given = [DOCUMENT[:24] + question for question in QUESTIONS[:4]]
+    ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
+    sampling = dataclasses.replace(SHORT, max_new_tokens=4)
+    running = []
+    with squeezed_with_prefixes(engine, (3 + 4 * 2) * 20):
+        ask(engine, "keeps", [[*DOCUMENT[:24], 7]])
+        found = engine.generate(
+            given,
+            sampling=sampling,
+            on_tokens=lambda update: running.append(len(engine.running)),
+        )
+    for one, prompt in zip(found, given, strict=True):
+        answer(prompt, sampling, "keeps").check(one)
+    assert max(running) == 4
+
+
+@pytest.mark.parametrize("name", ["evicts", "bounded"])
+def test_least_recently_used_prefix_is_dropped_first(name):
+    engine, (first, second) = engine_of(name, 4, prefix_cache=0), prompts((29, 27))
+    for prompt in (first, second, first):
+        ask(engine, name, [prompt])
+    prefixes = engine.runner.prefixes
+    states = list(prefixes._on_device)
+    assert [state.node.depth for state in states[-2:]] == [24, states[-1].node.depth]
+    prefixes._reclaim(0, len(set(np.concatenate([each.pages for each in states[:-2]]).tolist())))
+    assert list(prefixes._on_device) == states[-2:]
+    assert cached(ask(engine, name, [second])) == [0]
+    assert cached(ask(engine, name, [first])) == [24]
+
+
+def test_prefixes_are_forgotten_with_the_cache():
+    engine, (prompt,) = engine_of("evicts"), prompts((30,))
+    ask(engine, "evicts", [prompt])
+    engine.runner.release()
+    assert engine.runner.prefixes.counts.states == 0
+    assert cached(ask(engine, "evicts", [prompt])) == [0]
 
 
 def test_host_copies_are_rate_limited(monkeypatch):
@@ -542,23 +460,3 @@ def test_host_copies_are_rate_limited(monkeypatch):
     assert not states._may_copy_now(1)
     now[0] += 2
     assert states._may_copy_now(1)
-
-
-def test_next_turn_continues_answer_that_grammar_ended():
-    """Its end is collected while the next chunk is launched for the other lanes."""
-    engine = engine_of("evicts", 6, ends=ENDS)
-    free = dataclasses.replace(GREEDY, ignore_eos=True)
-    prompt, *others = prompts((30, 5, 6, 7, 8))
-    ended = set()
-    for letters in range(4, 40, 3):
-        held = dataclasses.replace(GREEDY, grammar=Grammar.regex(f"[a-z]{{{letters}}}"))
-        engine.runner.prefixes.clear()
-        requests = requests_of([prompt, *others], [held, *[free] * len(others)])
-        serve_arrivals(engine, [requests])
-        answered = requests[0].generated
-        if requests[0].finish_reason == "end":
-            ended.add(len(answered))
-            (again,) = requests_of([prompt + answered + [5]], free)
-            serve_arrivals(engine, [[again]])
-            assert again.usage.cached_tokens == 30 + len(answered) - 1
-    assert ended & {6, 7, 8, 9}  # in the last program of a chunk, after the first token

@@ -37,15 +37,6 @@ def test_options_follow_backend(backend, monkeypatch):
         program(1)
 
 
-def test_program_passes_extra_arguments_on_gpu(monkeypatch):
-    program = programs.Program(
-        lambda x, block=1: x + block, gpu_options={}, on_gpu={"block": 8}, donate_argnums=0
-    )
-    assert program(1) == 2
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert program(1) == 9
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dms", "dmc", "kcache"])
 def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
@@ -69,40 +60,6 @@ def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
         chex.assert_trees_all_close(one.logprobs, other.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("policy", "results"),
-    [
-        (dms_jax.Vanilla(), 1),
-        (dms_jax.TOVA(budget=20), 1),
-        (
-            dms_jax.Quest(budget=16, dense_layers=0),
-            2,
-        ),  # a policy that reads fewer entries than are in use
-    ],
-    ids=lambda each: getattr(each, "name", str(each)),
-)
-def test_layer_of_step_returns_only_lengths_and_own_state(policy, results):
-    """Totals that follow from the lengths are computed for all layers at once, to save launches."""
-    engine = Engine(model_for("vanilla", ends=False), policy, max_tokens=64, **SHAPE)
-    runner, transformer = engine.runner, engine.model.transformer
-    table = np.zeros((*runner.reservation.lengths.shape, 4), np.int32)
-    cache = dataclasses.replace(runner.cache, page_table=table)
-    tokens, counts = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
-
-    def step(cache, tokens, counts):
-        return transformer.cached(tokens, counts, cache, engine.policy, one_pass=False)
-
-    num_layers = engine.model.config.num_layers
-    (layers,) = (
-        equation
-        for equation in jax.make_jaxpr(step)(cache, tokens, counts).eqns
-        if equation.primitive.name == "scan" and equation.params["length"] == num_layers
-    )
-    stacked = [x.aval for x in layers.outvars if x.aval.shape[:2] == (num_layers, 2)]
-    states = len(jax.tree.leaves(cache.row_state))
-    assert len(stacked) == results + states
-
-
 TREE = {
     "numbers": np.arange(-3, 3, dtype=np.int32).reshape(2, 3),
     "booleans": np.array([[True], [False]]),
@@ -118,12 +75,6 @@ def test_packed_results_round_trip():
     read = packed.read()
     chex.assert_trees_all_equal(read, TREE)
     chex.assert_trees_all_equal_shapes_and_dtypes(read, TREE)
-
-
-def test_packed_results_keep_double_precision():
-    with jax.enable_x64(True):
-        numbers = {"one": np.array([1 / 3, 2.0]), "two": np.array([True]), "three": np.array(2**40)}
-        chex.assert_trees_all_equal(jax.jit(Packed.of)(numbers).read(), numbers)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "quest", "dms"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,6 @@ from tests.generation.support import (
     model_for,
     prompts,
 )
-from tests.support.for_gpus import told_by
 from tests.support.models import random_model, tiny_config
 
 # Two widths; programs for several prompts have fewer places than entries x width.
@@ -84,19 +82,6 @@ def test_prompts_share_compiled_programs(name, shapes_of):
         answer(prompt, name=name).check(one)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dms", "dmc", "quest", "snapkv", "kcache"])
-def test_batched_prefill_answers_as_one_prompt_at_a_time(name):
-    """With real programs, whose products run over places."""
-    given, engine = prompts(LENGTHS), new_engine(MECHANISMS[name])
-    alone = [engine.generate([each], sampling=GREEDY)[0] for each in given]
-    for left, right in zip(alone, engine.generate(given, sampling=GREEDY), strict=True):
-        assert left.tokens == right.tokens
-        chex.assert_trees_all_close(left.logprobs, right.logprobs, atol=1e-4)
-        assert left.usage.kv_reads == right.usage.kv_reads
-        assert left.usage.live_tokens == right.usage.live_tokens
-
-
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("count", [1, 3, LANES, 2 * LANES])
 def test_prefill_programs_are_compiled_before_first_run(count, shapes_of):
@@ -141,23 +126,3 @@ def test_prefill_on_mesh_is_padded(mesh):
         model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
         shapes = Engine(model, num_lanes=LANES, **OPTIONS).shapes
     assert all(shape.places is None for kind in shapes for shape in every_shape(kind))
-
-
-def equations(jaxpr):
-    """The primitives of a program with their output shapes, including loops and calls."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name, [x.aval for x in equation.outvars]
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
-@pytest.mark.nightly
-def test_unpadded_prefill_adds_one_gpu_launch_and_no_pool_copy():
-    """It packs the output of attention; inputs are unpacked by the rotation."""
-    for name, found in told_by("tests/generation/prompt_launches.py").items():
-        padded, unpadded = found["padded"], found["unpadded"]
-        assert 20 < unpadded["launches"] <= padded["launches"] + 1, (name, found)
-        for each in found.values():
-            assert each["copies"] == [], name
-            assert each["aliased"] >= each["pool_bytes"], name
-        assert unpadded["temporary"] < 0.6 * padded["temporary"], (name, found)

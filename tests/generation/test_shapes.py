@@ -129,12 +129,6 @@ def replay(shapes: Shapes, batches: list[list[int]]):
                     del left[lane]
 
 
-def costs(shapes: Shapes, batches: list[list[int]]) -> tuple[int, int]:
-    """Returns the number of programs for batches of prompts, and the tokens that they compute."""
-    programs = [shape.most for _, _, shape in replay(shapes, batches)]
-    return len(programs), sum(programs)
-
-
 every_kind = pytest.mark.parametrize(
     ("shapes", "most"),
     [(SHAPES, 4), (shapes_of(64, 256, 8), 4), (PADDED, 4), (MANY, 6)],

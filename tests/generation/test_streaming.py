@@ -11,8 +11,6 @@ import dms_jax
 from dms_jax.errors import CheckpointError
 from dms_jax.generation import Engine, Update
 from dms_jax.generation.requests import check_finite, make_requests
-from dms_jax.generation.scheduler import Notifier
-from dms_jax.generation.text import TextTracker
 from tests.generation.support import (
     GREEDY,
     NEW_TOKENS,
@@ -22,7 +20,6 @@ from tests.generation.support import (
     host_engine,
     model_for,
     prompts,
-    requests_of,
     stories,
 )
 
@@ -93,16 +90,6 @@ def test_nan_weights_are_named():
         engine.generate(prompts(), sampling=GREEDY)
 
 
-@pytest.mark.nightly
-def test_nan_weights_are_refused_in_sampling_and_scoring():
-    model = broken_model()
-    hot = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9, top_k=5, min_p=0.1)
-    with pytest.raises(CheckpointError, match="logits are not numbers"):
-        dms_jax.generate(model, prompts(), sampling=hot, chunk=8, page_size=16, prefill_chunk=8)
-    with pytest.raises(CheckpointError, match="logits are not numbers"):
-        dms_jax.score(model, prompts([20]), chunk=8, page_size=16)
-
-
 def test_first_token_with_nan_logits_is_named():
     """It is within a chunk, after a prompt of three tokens and two new ones."""
     config = model_for("vanilla").config
@@ -116,23 +103,3 @@ def test_first_token_with_nan_logits_is_named():
     assert caught.value.indices == {1, 2}
     with pytest.raises(CheckpointError, match="at token 5 of prompt 1"):
         check_finite([(request, np.bool_(False))])
-
-
-@pytest.mark.parametrize("parts", range(7))
-def test_on_notified_follows_interrupted_updates(parts):
-    """At whichever update a chunk is interrupted, the rest comes later, exactly once."""
-    told: list[int | str] = []
-    notifier = Notifier(
-        TextTracker(None, ()),
-        on_tokens=lambda update: told.append(update.index),
-        on_notified=lambda: told.append("all"),
-    )
-    for request in requests_of(prompts((3, 4, 5)), GREEDY):
-        request.generated = [7]
-        notifier.settle(request)
-    work = notifier.notify_by_parts()
-    for _, _ in zip(range(parts), work, strict=False):
-        pass
-    work.close()
-    notifier.notify()
-    assert told == [0, 1, 2, "all"]

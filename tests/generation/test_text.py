@@ -11,7 +11,6 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.generation.requests import Request
 from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
-from tests.generation.test_stop_strings import Counted
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram"]
@@ -100,28 +99,6 @@ def test_answer_text_continues_prompt(kind):
         assert later.text == want
 
 
-def test_answer_text_after_prompt_of_bytes():
-    """After a line end as byte fallback, the space of the next word is part of the answer."""
-    own = tokenizer("stories260k")
-    byte, half = (own.backend.token_to_id(piece) for piece in ("<0x0A>", "<0xC3>"))
-    tokens = own.encode("her", add_special_tokens=False)
-
-    def text_behind(prompt):
-        tracker = TextTracker(own, ())
-        return tracker._text(tracker.begin(prompt), tokens, len(tokens))
-
-    for prompt in ([byte], [byte, byte], [own.bos_token_id, byte]):
-        assert own.decode([*prompt, *tokens], skip_special_tokens=True).endswith("\n her")
-        assert text_behind(prompt) == " her"
-    assert text_behind([half]) == "her"  # incomplete without another byte
-    e_acute = [own.backend.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>")]
-    assert text_behind(40 * e_acute) == " her"  # the last 64 begin within a character
-    assert text_behind([0, *39 * e_acute, e_acute[1]]) == "her"
-    broken = own.backend.token_to_id("<0xFF>")
-    tokens.insert(0, broken)  # a run of bytes decodes as a whole or not at all
-    assert text_behind(e_acute) == text_behind([byte]) == "\ufffd her"
-
-
 def test_text_starts_after_special_token():
     tokens = tokenizer("mistral").encode("Sure thing", False)
     begin = tokenizer("mistral").bos_token_id
@@ -178,61 +155,6 @@ def test_stop_string_does_not_depend_on_chunks(kind):
             assert running.text == "".join(pieces) == decoded[:cut]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
-@pytest.mark.parametrize("stop", ["\ufffd", " \ufffd", "\ufffd\ufffd"])
-def test_incomplete_character_is_no_stop_string(kind, stop):
-    """It decodes to U+FFFD until the other bytes come, a run of single bytes to several."""
-    text = "a 🙂🙂 你 b"
-    tokens = tokenizer(kind).encode(text, False)
-    assert any("\ufffd" in tokenizer(kind).decode(tokens[:n]) for n in range(len(tokens)))
-    for sizes in ([1], [2], [3, 1], [200]):
-        running, pieces = stream(kind, tokens, sizes, stop=[stop])
-        assert (running.finish_reason, running.generated) == ("length", tokens)
-        assert running.text == "".join(pieces) == text
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
-@pytest.mark.parametrize("ends", ["text", "end", "length"])
-def test_broken_character_is_stop_string(kind, ends):
-    smile = tokenizer(kind).encode("a 🙂", False)
-    broken = smile[: next(n for n in range(9) if "\ufffd" in tokenizer(kind).decode(smile[:n]))]
-    behind = tokenizer(kind).encode("and so on", False) if ends == "text" else []
-    tokens = [*broken, *behind, *([END] if ends == "end" else [])]
-    kept = [*broken, *behind[:1]]  # only the following tokens decide
-    for sizes in ([1], [2], [len(broken) - 1, 1], [len(broken), 1], [200]):
-        running, pieces = stream(kind, tokens, sizes, stop=["\ufffd"], end_tokens=[END])
-        assert (running.finish_reason, running.generated) == ("stop", kept)
-        assert running.text == "".join(pieces) == "a "
-
-
-@pytest.mark.parametrize("kind", ["mistral", "stories260k"])
-@pytest.mark.parametrize("broken", [0, 1])
-def test_long_run_of_bytes_does_not_depend_on_chunks(kind, broken):
-    """It is committed in parts of whole characters."""
-    parts = [tokenizer(kind).backend.token_to_id(f"<0x{byte:02X}>") for byte in "你".encode()]
-    tokens = [*parts[broken:], *parts * 40]
-    ends = {
-        (running.finish_reason, len(running.generated), running.text)
-        for sizes in ([1], [2], [7], [64], [200])
-        for running, _ in [stream(kind, tokens, sizes, stop=["\ufffd"])]
-    }
-    assert ends == {("stop", 64 + 1, "") if broken else ("length", 123, "你" * 41)}
-
-
-@pytest.mark.parametrize("kind", ["mistral", "stories260k"])
-def test_broken_characters_after_spaces_do_not_depend_on_chunks(kind):
-    """A lone space has no text, so a run of bytes may continue after any number of spaces."""
-    space = tokenizer(kind).backend.token_to_id("▁")
-    part = tokenizer(kind).backend.token_to_id("<0x9F>")
-    tokens = [space] * 90 + [part] * 60
-    ends = {
-        (running.finish_reason, len(running.generated), running.text)
-        for sizes in ([1], [2], [7], [32], [64], [200])
-        for running, _ in [stream(kind, tokens, sizes, stop=["\ufffd"])]
-    }
-    assert len(ends) == 1
-
-
 def test_possible_stop_string_is_held_back():
     tokens = tokenizer("stories260k").encode("one two three four", False)
     running, pieces = stream("stories260k", tokens, [1], stop=["two thread", "three five"])
@@ -270,20 +192,3 @@ def test_no_text_without_tokenizer():
     running.generated = [7, END]
     assert tracker.update(running) == ""
     assert (running.finish_reason, running.text) == ("end", "")
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "stories260k"])
-@pytest.mark.parametrize("character", ["\x00", "a", "\ufffd"], ids=["absent", "held", "broken"])
-def test_work_per_token_is_constant(kind, character):
-    """Stop strings longer than the text, which is their beginning or shares nothing with them."""
-    text = tokenizer(kind).encode("aa" if character == "a" else "two words", False)
-    if character == "\ufffd":  # an incomplete character that stays incomplete
-        text = [tokenizer(kind).encode("🙂", False)[-1], *text]
-    work = []
-    for repeated in (50, 500):
-        tokens = text * repeated
-        stop = Counted(character * 20 * len(tokens) + "!")
-        running, _ = stream(kind, tokens, [8], stop=[stop])
-        assert running.text == tokenizer(kind).decode(tokens)
-        work.append(stop.taken / len(tokens))
-    assert max(work) < 100

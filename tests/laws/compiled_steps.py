@@ -2,9 +2,9 @@
 
 `test_compiled_steps.py` runs it in a separate process: compiling for TPU takes libtpu, which only
 one process loads at a time. Nothing is executed and no array is made, so models and pools can have
-real sizes. For TPU no device is needed; with `gpu` as its argument it compiles for the GPU at hand;
-with `h200` for an absent one (`make gpu-compiler`); the next arguments are the policies whose
-steps, prompts and single steps are compiled. For TPU the arguments are the policies whose prompts,
+real sizes, and no device is needed. With `h200` as its argument it compiles for a GPU
+(`make gpu-compiler`); the next arguments are the policies whose steps, prompts and single steps are
+compiled. For TPU the arguments are the policies whose prompts,
 and those whose single steps are compiled.
 """
 
@@ -120,15 +120,10 @@ def on_tpu() -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def on_gpu(devices: list | None = None) -> NamedSharding:
-    """Returns a sharding on the first of these GPUs, or of this machine's."""
-    mesh = Mesh(np.array((devices or jax.devices("gpu"))[:1]).reshape(1, 1), ("data", "model"))
-    return NamedSharding(mesh, PartitionSpec())
-
-
 def for_h200() -> NamedSharding:
     """Returns a sharding on one absent H200."""
-    return on_gpu(gpu_compiler.devices("h200", 1, a_host=1))
+    devices = np.array(gpu_compiler.devices("h200", 1, a_host=1))
+    return NamedSharding(Mesh(devices.reshape(1, 1), ("data", "model")), PartitionSpec())
 
 
 def config_on(place: NamedSharding) -> ModelConfig:
@@ -220,12 +215,6 @@ def report_of(lowered, shapes, place: NamedSharding) -> dict:
     )
 
 
-def instructions(num_layers: int) -> int:
-    """Returns how many instructions a chunk of steps has, compiled for this machine."""
-    shapes = arguments(dms_jax.DMS(window=64), config_of(num_layers))
-    return programs.decode.lower(*shapes).compile().as_text().count(" = ")
-
-
 def memory_of_all(
     place: NamedSharding, memory_of: Callable = memory_of, names: Iterable[str] = POLICIES
 ) -> dict:
@@ -241,14 +230,6 @@ def memory_of_all(
 
 
 def main() -> None:
-    if sys.argv[1:] == ["gpu"]:
-        place = on_gpu()
-        copies = memory_of_all(place, memory_of_copies)
-        prompts = memory_of_all(place, memory_of_prompts)
-        single = memory_of_all(place, memory_of_single)
-        steps = memory_of_all(place)
-        print(json.dumps(dict(memory=steps, copies=copies, prompts=prompts, single=single)))
-        return
     jax.config.update("jax_platforms", "cpu")  # leaves a present GPU alone
     if sys.argv[1:2] == ["h200"]:
         place = for_h200()
@@ -262,9 +243,7 @@ def main() -> None:
     memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
     prompts = memory_of_all(on_tpu(), memory_of_prompts, sys.argv[1].split(","))
     single = memory_of_all(on_tpu(), memory_of_single, sys.argv[2].split(","))
-    depths = {layers: instructions(layers) for layers in (4, 40)}
-    found = dict(memory=memory, copies=copies, prompts=prompts, single=single, instructions=depths)
-    print(json.dumps(found))
+    print(json.dumps(dict(memory=memory, copies=copies, prompts=prompts, single=single)))
 
 
 if __name__ == "__main__":

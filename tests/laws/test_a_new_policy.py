@@ -18,9 +18,9 @@ from dms_jax import policies
 from tests.laws.expected import SPLITS
 from tests.laws.rows import Row
 from tests.laws.test_layers import check_run, parts_of
-from tests.mutants.planting import copy_tree
 from tests.oracles import scored
 from tests.support.instances import further
+from tests.support.tree import copy_tree
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 

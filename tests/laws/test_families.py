@@ -19,11 +19,9 @@ import dms_jax
 from dms_jax import sharding
 from dms_jax.checkpoint import load
 from dms_jax.generation import Engine
-from dms_jax.generation.reservation import Reservation
-from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
-from tests.laws.serving import ALMOST_GREEDY
+from tests.laws.serving import ALMOST_GREEDY, log_softmax
 from tests.support.instances import further, nightly_but
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
@@ -45,11 +43,6 @@ def answers(model: LanguageModel, policy: Policy, **options) -> list:
     )
     sampling = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=9)
     return engine.generate(PROMPTS, sampling=sampling)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    top = logits.max(-1, keepdims=True)
-    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
 def check_answers(model: LanguageModel, policy: Policy, found: list) -> None:
@@ -86,41 +79,6 @@ def test_policies_without_eviction_equal_vanilla(family, policy):
         policy = dataclasses.replace(policy, values="device")
     model = model_of(family)
     check_answers(model, dms_jax.Vanilla(), answers(model, policy))
-
-
-@pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
-def test_a_preempted_request_answers_as_alone(family, monkeypatch):
-    """The pool is full once two answers have begun, and the younger one is preempted."""
-    model, left, preempt = model_of(family), [], Scheduler.preempt
-    policy = dms_jax.Vanilla() if family in OF_WINDOWS else dms_jax.DMS(window=3)
-    expected = answers(model, policy)
-
-    def full_once(reservation, extra, **options):
-        both = [len(each.generated) for each in engines[-1].running]
-        return not (len(both) > 1 and min(both) > 0 and not left) and fits(
-            reservation, extra, **options
-        )
-
-    def counted(scheduler):
-        left.append(preempt(scheduler))
-        return left[-1]
-
-    engines, make, fits = [], Engine.__init__, Reservation.fits
-
-    def seen(engine, *args, **options):
-        make(engine, *args, **options)
-        engines.append(engine)
-
-    monkeypatch.setattr(Engine, "__init__", seen)
-    monkeypatch.setattr(Reservation, "fits", full_once)
-    monkeypatch.setattr(Scheduler, "preempt", counted)
-    found = answers(model, policy)
-    assert len(left) == 1
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens == other.tokens
-        assert np.abs(np.subtract(one.logprobs, other.logprobs)).max() < TOLERANCE
-        assert one.usage.live_tokens == other.usage.live_tokens
-    assert engines[-1].runner.reservation.allocator.pages_in_use == 0
 
 
 WITH_EXPERTS = {family for family in FAMILIES if "gpt_oss" in family or "moe" in family}

@@ -4,7 +4,6 @@ Rows of the other laws test that policies with nothing to evict equal vanilla at
 """
 
 import dataclasses
-import inspect
 import warnings
 
 import numpy as np
@@ -97,18 +96,3 @@ def test_missing_adapter_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LanguageModel(model_of(2, True)).resolve_policy(DMS(source="adapter"))
-
-
-def test_non_policies_are_refused():
-    unchecked = inspect.unwrap(LanguageModel.resolve_policy)  # bypasses the types that tests check
-    with pytest.raises(ConfigError, match="Not a cache policy"):
-        unchecked(LanguageModel(model_of(2, False)), 7)
-
-
-def test_policy_name_means_its_defaults():
-    model = LanguageModel(model_of(2, False))
-    for name, policy in POLICIES.items():
-        if policy().retrofit.adapter is None:
-            assert model.resolve_policy(name) == policy()
-    with pytest.raises(ConfigError, match=r"Unknown cache policy 'TOWA' \(did you mean TOVA\?\)"):
-        model.resolve_policy("TOWA")

@@ -17,7 +17,6 @@ from tests.laws.expected import (
     TOLERANCE,
     WIDE,
     WIDTH,
-    Difference,
     expected,
     run_and_compare,
 )
@@ -31,10 +30,10 @@ by_name = dict(ids=lambda row: row.name)
 every_mechanism = pytest.mark.parametrize("row", MODEL_ROWS, **by_name)
 
 
-def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
-    """Runs the parts and compares all results; returns the largest difference of logits."""
+def check_run(row: Row, prompts, parts, *, seed: int = 0) -> None:
+    """Runs the parts and compares all results."""
     model, passes = model_for(row), expected(row, prompts)
-    return run_and_compare(
+    run_and_compare(
         row,
         model.config,
         of_model(row.policy, model, TOKENS),
@@ -48,7 +47,7 @@ def check_run(row: Row, prompts, parts, *, seed: int = 0) -> float:
 
 
 @every_mechanism
-def test_prompts_and_answers(row, record_property):
+def test_prompts_and_answers(row):
     """Chunks have padding in the prompt, or in the first half of the answer; then come steps."""
     prompts, nothing = SPLITS[1], [0] * len(LENGTHS)
     rest = np.subtract(LENGTHS, prompts)
@@ -57,10 +56,9 @@ def test_prompts_and_answers(row, record_property):
     more = dict(width=1, answers_width=WIDTH, places=of_answer)
     parts += ragged_parts(3, rest // 2, nothing, **more)
     parts += ragged_parts(4, rest - rest // 2, nothing, width=1)
-    record_property("largest", check_run(row, prompts, parts, seed=3))
+    check_run(row, prompts, parts, seed=3)
 
 
-@pytest.mark.own_seeds("other chunks may have no lane whose tokens fill them")
 def test_unpadded_chunks_equal_the_simulation():
     """Some chunks are full, some empty, and some leave places unused."""
     parts = [*ragged_parts(7, LENGTHS, (17, 9, 22), width=WIDTH, places=PLACES)]
@@ -69,7 +67,7 @@ def test_unpadded_chunks_equal_the_simulation():
     assert 0 in counts
     assert {PLACES} < set(counts.sum(1).tolist())
     row = MODEL_ROWS[0]
-    assert check_run(row, (17, 9, 22), parts, seed=6) < TOLERANCE
+    check_run(row, (17, 9, 22), parts, seed=6)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_unpadded_chunks_equal_the_simulation():
     nightly_but([row for row in MODEL_ROWS if not row.selects], MODEL_ROWS),
     **by_name,
 )
-def test_one_pass_over_whole_sequences(row, record_property):
+def test_one_pass_over_whole_sequences(row):
     """`LanguageModel.logits`: without a cache if possible, otherwise with a temporary one.
 
     The tokens of padding must not matter.
@@ -86,13 +84,6 @@ def test_one_pass_over_whole_sequences(row, record_property):
     padded = np.stack([np.pad(tokens, (0, WIDE - len(tokens)), mode="wrap") for tokens in TOKENS])
     prompts = np.array(SPLITS[1])
     logits = np.asarray(model.logits(padded, prompt_lengths=prompts))
-    difference = Difference()
     for sequence, one in enumerate(expected(row, prompts, LOGITS_PAGE_SIZE)):
-        difference.update(logits[sequence, : LENGTHS[sequence]], one.logits)
-    assert difference.largest < TOLERANCE
-    record_property("largest", float(difference.largest))
-
-
-def test_every_mechanism_has_its_row():
-    kinds = {type(row.policy).__name__ for row in MODEL_ROWS}
-    assert kinds == {"Vanilla", "DMS", "DMC", "TOVA", "SnapKV", "Quest", "KCache"}
+        found = logits[sequence, : LENGTHS[sequence]]
+        assert np.abs(found - one.logits).max() < TOLERANCE

@@ -20,7 +20,6 @@ from tests.laws.expected import (
     TOKENS,
     TOLERANCE,
     WIDTH,
-    Difference,
     live_totals,
     peak_slots,
     read_again,
@@ -78,7 +77,7 @@ QUICK = {row for row in MODEL_ROWS if row.policy.name in ("DMS", "TOVA")}
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, MODEL_ROWS), ids=lambda row: row.name)
 @pytest.mark.parametrize("name", ["a group and a part", *further("alternating", "unrotated")])
-def test_prompts_and_answers(name, row, record_property):
+def test_prompts_and_answers(name, row):
     """Rows have only the pages that the simulation needs, so a window's rows cannot grow."""
     prompts = SPLITS[1]
     found, policy = passes(name, row, prompts), row.policy
@@ -93,14 +92,11 @@ def test_prompts_and_answers(name, row, record_property):
     )
     run = of_model(policy, model_of(name, row), TOKENS)
     out = drive(policy, LENGTHS, cache, ragged_parts(2, LENGTHS, prompts, width=WIDTH), run)
-    difference = Difference()
     for sequence, layers in enumerate(traces):
-        difference.update(out.outputs[sequence], found[sequence].logits)
+        assert np.abs(out.outputs[sequence] - found[sequence].logits).max() < TOLERANCE
         chex.assert_trees_all_equal(out.live[sequence], live_totals(layers))
         reads = read_totals(layers, row.page_size) + read_again(row, layers, prompts[sequence])
         chex.assert_trees_all_equal(out.reads[sequence], reads)
-    record_property("largest", difference.largest)
-    assert difference.largest < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["a group and a part", *further("alternating", "unrotated")])
@@ -113,7 +109,7 @@ def test_one_pass_over_whole_sequences(name):
 
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, MODEL_ROWS), ids=lambda row: row.name)
-def test_preempted_requests_answer_as_uninterrupted_ones(row, monkeypatch):
+def test_preemption_changes_no_answer(row, monkeypatch):
     """Pages are reserved for the window only; usage counts rows of both kinds."""
     if row.policy.name == "KCache":
         row = dataclasses.replace(row, policy=dataclasses.replace(row.policy, values="device"))

@@ -16,7 +16,8 @@ from dms_jax.model import layers
 from dms_jax.model.layers import ExpertMatrices, ExpertMLP, Routed
 from dms_jax.sharding import DECODING_RULES, make_mesh
 from dms_jax.training.parameters import parameters, rebuilder, shardings
-from tests.support.for_gpus import told_by
+from tests.oracles.dmc import sigmoid
+from tests.oracles.trace import softmax
 from tests.support.instances import further
 from tests.support.models import tiny_config
 
@@ -41,20 +42,11 @@ def tokens(length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(4).normal(size=(BATCH, length, QWEN.hidden_size))
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
 def activated(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if name != "gpt_oss":
         return gate * sigmoid(gate) * up
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     return gate * sigmoid(1.702 * gate) * (up + 1)
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    weights = np.exp(x - x.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
 
 
 def values(linear) -> tuple[np.ndarray, np.ndarray | float]:
@@ -115,7 +107,7 @@ def test_overflow_in_one_expert_spares_other_tokens():
 
 
 @pytest.mark.parametrize(("sequences", "length", "every"), [(4, 1, 1), (4, 2, 0), (129, 1, 0)])
-def test_only_steps_of_few_sequences_compute_every_expert(sequences, length, every, monkeypatch):
+def test_small_steps_compute_every_expert(sequences, length, every, monkeypatch):
     """One sequence with two of four experts need not read them all."""
     called = []
     real = layers._every_expert
@@ -177,10 +169,3 @@ def test_routed_counts_tokens_and_sums_probabilities(name):
         found = module(name).routed(jnp.asarray(x), jnp.asarray(counted))
         _, counts, sums = oracle(name, x[:, 1:4])
         chex.assert_trees_all_close(found, Routed(counts, sums), rtol=1e-12)
-
-
-def test_step_reads_expert_matrices_in_place():
-    """The stack of all layers is neither cut nor transposed into new arrays."""
-    found = told_by("tests/model/compiled_experts.py")
-    assert found["every"] == {"written": [], "kernels": 0}
-    assert found["grouped"] == {"written": [], "kernels": 2 * 4}  # in a turn of four layers

@@ -87,27 +87,3 @@ def test_the_largest_weights_are_summed(fixed, rows, renormalize):
         )
         halves = np.where(count >= LENGTHS, 2 * LENGTHS, LENGTHS + GROUP * count)
         chex.assert_trees_all_equal(np.asarray(reads), (-(-halves // 2)).sum(-1).astype(np.int32))
-
-
-def test_share_selection_bounds_memory():
-    """Beside scores and keys, which attention without a kernel gathers for all rows."""
-    batch, group, pages, dim = 32, 7, 64, 64
-    slots, f32, i32 = pages * 16, jnp.float32, jnp.int32
-
-    def run(k, v, table, lengths, counts, q):
-        chunk = chunk_of(tokens_of(np.zeros((batch, 1, 1, dim))), page_size=16, scale=1.0)
-        reading = Reading(table, lengths, fetch=Fetch(LONGEST, counts))
-        with mock.patch.object(fetching, "MOST_NUMBERS", 2 * slots * dim):
-            return attend_to_fetched(Pool(k_pages=k, v_pages=v), q, chunk, reading, None)
-
-    pool = jax.ShapeDtypeStruct((batch * pages, 16, dim), f32)
-    rest = (
-        ((batch, 1, pages), i32),
-        ((batch, 1), i32),
-        ((batch, 1), i32),
-        ((batch, group, dim), f32),
-    )
-    given = pool, pool, *(jax.ShapeDtypeStruct(*each) for each in rest)
-    temporary = jax.jit(run).lower(*given).compile().memory_analysis().temp_size_in_bytes
-    scores, keys = (batch * group * slots * 4, batch * slots * dim * 4)
-    assert temporary < keys + 2 * scores < 2 * keys

@@ -69,19 +69,6 @@ def test_converted_model_saves_and_loads(tmp_path):
     chex.assert_trees_all_equal(again.logits(tokens), converted.logits(tokens))
 
 
-def test_a_converted_model_stays_on_its_mesh():
-    config = tiny_config(num_heads=8, num_kv_heads=8)
-    model = LanguageModel(random_model(config, dtype=jnp.float32))
-    mesh = dms_jax.make_mesh(2, 4)
-    spread = LanguageModel(jax.device_put(model.transformer, jax.devices()[0]), mesh=mesh)
-    converted = to_grouped_query(spread, 4)
-    kernel = converted.transformer.layers.attention.qkv_proj.kernel[...]
-    assert len(kernel.sharding.device_set) == 8
-    assert not kernel.is_fully_replicated
-    want = to_grouped_query(model, 4).transformer.layers.attention.qkv_proj.kernel[...]
-    chex.assert_trees_all_equal(np.asarray(kernel), np.asarray(want))
-
-
 @pytest.mark.parametrize("num_kv_heads", [0, 3, 4, 8, 2.0, True])
 def test_counts_that_do_not_divide_are_refused(num_kv_heads):
     model = LanguageModel(random_model(tiny_config(num_heads=8, num_kv_heads=4), dtype=jnp.float32))
@@ -121,3 +108,16 @@ def halved(model):
 def test_norms_over_all_heads_are_refused():
     with pytest.raises(ConfigError, match="norms the keys of all KV heads together"):
         halved(load(FAMILIES / "olmo2"))
+
+
+def test_a_converted_model_stays_on_its_mesh():
+    config = tiny_config(num_heads=8, num_kv_heads=8)
+    model = LanguageModel(random_model(config, dtype=jnp.float32))
+    mesh = dms_jax.make_mesh(2, 4)
+    spread = LanguageModel(jax.device_put(model.transformer, jax.devices()[0]), mesh=mesh)
+    converted = to_grouped_query(spread, 4)
+    kernel = converted.transformer.layers.attention.qkv_proj.kernel[...]
+    assert len(kernel.sharding.device_set) == 8
+    assert not kernel.is_fully_replicated
+    want = to_grouped_query(model, 4).transformer.layers.attention.qkv_proj.kernel[...]
+    chex.assert_trees_all_equal(np.asarray(kernel), np.asarray(want))

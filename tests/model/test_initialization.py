@@ -113,7 +113,7 @@ def test_the_gradient_of_a_look_up_adds_up_the_rows(alive, block, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["product", "blocks"])
-def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16(form, monkeypatch):
+def test_frequent_token_gradient_in_bfloat16(form, monkeypatch):
     """In bfloat16 a sum of ones stops growing at 256."""
     monkeypatch.setattr(layers, "_sum_by_product", getattr(layers, f"_sum_by_{form}"))
     table = jnp.zeros((4, 2), jnp.bfloat16)
@@ -121,9 +121,3 @@ def test_a_frequent_tokens_gradient_is_not_lost_in_bfloat16(form, monkeypatch):
     found = gradient_of_table(table, tokens, jnp.ones((8, 512, 2), jnp.bfloat16))
     chex.assert_type(found, jnp.bfloat16)
     chex.assert_trees_all_equal(found, np.array([[4096, 4096], [0, 0], [0, 0], [0, 0]]))
-
-
-def test_an_empty_look_up_has_a_zero_gradient():
-    table, tokens = jnp.ones((5, 3)), jnp.zeros((2, 0), jnp.int32)
-    gradient = jax.grad(lambda table: layers.look_up(table, tokens, 3).sum())(table)
-    chex.assert_trees_all_equal(gradient, jnp.zeros((5, 3)))

@@ -1,13 +1,10 @@
 """The layer loop: for any number of layers per turn, each layer gets its own arrays."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
-from dms_jax.config import Rope
 from dms_jax.errors import ConfigError
 from dms_jax.model.layer_loop import (
     ByCache,
@@ -69,15 +66,6 @@ def test_layers_in_turns_of_any_length(ends, block):
     assert results["empty"].shape == (LAYERS, 2, 0)
 
 
-@pytest.mark.parametrize(("block", "turns"), [(1, 6), (2, 3), (3, 2), (4, 2), (5, 2)])
-def test_turn_length_divides_the_layers(block, turns):
-    jaxpr = jax.make_jaxpr(
-        lambda x: scan_layers(body, x, PARAMETERS, of_groups(6), OWN, block=block)
-    )(jnp.ones(3))
-    (loop,) = (each for each in jaxpr.eqns if each.primitive.name == "scan")
-    assert loop.params["length"] == turns
-
-
 def windows(num_layers, *layer_types):
     return tiny_config(num_layers=num_layers, layer_types=layer_types, window=5)
 
@@ -87,7 +75,7 @@ def starts_and_turns(config, policy):
     return [(each.start, len(each.group), each.turns) for each in found]
 
 
-def test_the_loop_runs_over_the_shortest_group_of_kinds():
+def test_loop_runs_over_shortest_group():
     gemma = windows(26, *["sliding"] * 5, "full")
     assert starts_and_turns(gemma, Vanilla()) == [(0, 6, 4), (24, 2, 1)]
     assert starts_and_turns(windows(36, "sliding", "full"), Vanilla()) == [(0, 2, 18)]
@@ -104,11 +92,6 @@ def test_first_layers_are_the_first_without_window():
     assert [(group.start, group.end) for group in own] == [(0, 2), (0, 2), (2, 4), (2, 4)]
     assert [layer for layer, role in enumerate(found) if not role.windowed] == [2, 5, 8, 11]
     assert starts_and_turns(config, Quest(budget=64)) == [(0, 3, 2), (6, 3, 2), (12, 1, 1)]
-
-
-def test_rotation_is_part_of_a_layer_kind():
-    config = dataclasses.replace(windows(4, "sliding", "full"), local_rope=Rope(theta=7.0))
-    assert [role.kind.rope.theta for role in roles(config, Vanilla())] == [7.0, 100.0] * 2
 
 
 def test_policy_needs_a_layer_without_window():

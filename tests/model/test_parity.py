@@ -18,7 +18,16 @@ from tests.support.instances import nightly_but
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(folder.name for folder in (GOLDEN / "families").iterdir())
 DMS_FORMS = sorted(folder.name for folder in (GOLDEN / "dms").iterdir())
-QUICK = {"llama31", "mistral", "qwen3", "gemma3", "olmo3", "gpt_oss"}
+QUICK = {
+    "llama31",
+    "llama_linear",
+    "mistral",
+    "qwen25_yarn_mscale",
+    "qwen3",
+    "gemma3",
+    "olmo3",
+    "gpt_oss",
+}
 TOLERANCE = 1e-4  # float32, with different orders of summation
 
 

@@ -9,14 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.errors import ConfigError, DataError
-from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.rematerialisation import Remat
-from dms_jax.model.rope import segment_positions
 from dms_jax.policies import (
     DMC,
     DMS,
-    TOVA,
     FixedPooling,
     RandomEviction,
     StreamingLLM,
@@ -65,19 +61,16 @@ def run(model, tokens, policy, **options):
     ],
     ids=str,
 )
-def test_logits_equal_the_numpy_transformer(switches, record_property):
+def test_logits_equal_the_numpy_transformer(switches):
     model = random_model(tiny_config(**switches), seed=4)
     tokens = random_tokens(1, 2, 17)
     logits = np.asarray(model.unembed(run(model, tokens, Vanilla()).hidden))
-    largest = 0.0
     for row in range(2):
         want = transformer.run(
             oracle_weights(model), tokens[row], lambda layer: vanilla.simulate(*layer.rotated)
         )
-        largest = max(largest, np.abs(logits[row] - want.logits).max())
-    assert largest < 1e-10
+        assert np.abs(logits[row] - want.logits).max() < 1e-10
     assert logits.std() > 0.3
-    record_property("largest", float(largest))
 
 
 @pytest.mark.parametrize("policy", nightly_but(PARALLEL[:4], PARALLEL), ids=repr)
@@ -100,15 +93,6 @@ def test_packed_documents_are_independent(policy):
         )
 
 
-def test_positions_restart_with_each_document():
-    segments = jnp.asarray([[4, 4, 4, 1, 1, 7, 0, 0]], jnp.int32)
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    chex.assert_trees_all_equal(
-        segment_positions(tokens, segments)[0], np.array([0, 1, 2, 0, 1, 0, 0, 1])
-    )
-    chex.assert_trees_all_equal(segment_positions(tokens, None)[0], np.arange(8))
-
-
 @pytest.mark.nightly
 def test_recomputing_layers_changes_no_gradient():
     tokens = random_tokens(3, 2, 11)
@@ -128,21 +112,6 @@ def test_recomputing_layers_changes_no_gradient():
 
 
 @pytest.mark.nightly
-def test_backward_pass_repeats_no_kept_product():
-    tokens = random_tokens(3, 2, 11)
-
-    def products(remat):
-        def loss(model):
-            return run(model, tokens, DMS(window=2, source="adapter"), remat=remat).hidden.sum()
-
-        return str(jax.make_jaxpr(jax.grad(loss, allow_int=True))(model())).count("dot_general[")
-
-    # The reference attention has two products with a batch axis, which are not kept.
-    assert products("nothing") <= products("all_but_products") <= products("nothing") + 2
-    assert products("all_but_attention") >= products("nothing") + 4
-
-
-@pytest.mark.nightly
 def test_recorded_decisions_can_be_replayed():
     tokens, policy = random_tokens(5, 2, 19), DMS(window=2, source="adapter")
     own = run(model(), tokens, policy)
@@ -156,24 +125,8 @@ def test_recorded_decisions_can_be_replayed():
     chex.assert_trees_all_close(kept.hidden, plain.hidden, rtol=1e-7, atol=1e-12)
 
 
-def test_half_precision_logits_are_accumulated_in_float32():
+def test_logits_accumulate_in_float32():
     small = random_model(tiny_config(), dtype=jnp.bfloat16)
     passed = run(small, random_tokens(1, 1, 5), Vanilla())
     chex.assert_type(passed.hidden, jnp.bfloat16)
     chex.assert_type(small.unembed(passed.hidden), jnp.float32)
-
-
-def test_bad_input_is_refused():
-    language_model = LanguageModel(model())
-    with pytest.raises(DataError, match=r"0 \.\.\. 30"):
-        language_model.logits(np.array([[1, 31]]))
-    with pytest.raises(DataError, match="-1"):
-        language_model.logits(np.array([[1, -1]]))
-    with pytest.raises(DataError, match="513 tokens"):
-        language_model.logits(np.zeros((1, 513), np.int32))
-    with pytest.raises(DataError, match="prompt_lengths"):
-        language_model.logits(np.zeros((2, 4), np.int32), prompt_lengths=np.array([1, 5]))
-    with pytest.raises(ConfigError, match="packed"):
-        language_model.logits(
-            np.zeros((1, 4), np.int32), policy=TOVA(), segment_ids=np.ones((1, 4), np.int32)
-        )

@@ -56,7 +56,7 @@ def dmc_tensors(seed, length=40):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 12])
-def test_dmc_step_by_step_equals_the_closed_form_with_a_mask(window):
+def test_dmc_steps_equal_closed_form(window):
     q, k, v, cos, sin = dmc_tensors(5)
     trace = dmc.simulate(q, k, v, cos=cos, sin=sin, window=window)
     alpha = (dmc.merge_logits(k) > 0).astype(float)

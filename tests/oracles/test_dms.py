@@ -48,7 +48,7 @@ def test_dms_ring_equals_the_mask(window):
             assert sorted(slots) == np.flatnonzero(row).tolist()
 
 
-def test_dms_outputs_equal_the_hard_mask_in_training_form():
+def test_dms_outputs_equal_training_with_hard_mask():
     q, k, v = tensors(1)
     decisions = np.random.default_rng(2).integers(0, 2, size=(13, 2))
     trace = dms.simulate(q, k, v, decisions=decisions, window=3, shift=1)

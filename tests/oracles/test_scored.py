@@ -12,7 +12,7 @@ def lengths_of(trace, head=0):
     return [len(step[head]) for step in trace.live], [len(step[head]) for step in trace.kept]
 
 
-def test_a_prompt_is_cut_once_and_answers_at_every_interval():
+def test_prompt_and_answer_cuts():
     q, k, v = tensors(0, length=12)
     trace = scored.simulate(q, k, v, 6, worth=scored.knorm(k), budget=3, interval=2)
     live, kept = lengths_of(trace)

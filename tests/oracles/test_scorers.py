@@ -8,7 +8,7 @@ from tests.oracles.examples import tensors
 from tests.oracles.trace import attend_live, default_scale
 
 
-def test_kvzap_drops_low_scores_as_they_leave_the_window():
+def test_kvzap_drops_low_scores():
     scores = np.array([1.0, -1, 3, -1, 5, 6])
     # Window 1: token 3 pushes out token 1, and token 5 token 3.
     assert kvzap.slots_per_step(scores, 0.0, 1) == [

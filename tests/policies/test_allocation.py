@@ -1,6 +1,5 @@
 """Budgets: rounding of ratios to tokens, and allocation over heads and layers."""
 
-import dataclasses
 import fractions
 import math
 
@@ -15,8 +14,6 @@ from dms_jax.policies import AdaKV, Knorm, PyramidKV, RandomSelection, SnapKV
 from dms_jax.policies.budget import highest
 from dms_jax.policies.values import Chunk, PolicyState
 from tests.support.chunks import chunk_of, tokens_of
-
-NOTHING = -np.inf
 
 
 def token(*, max_lengths=(1,), layer=0, **static) -> Chunk:
@@ -73,26 +70,6 @@ def test_heads_compete_beyond_their_guarantee(alpha, kept):
     scores = jnp.asarray([[[9.0, 8, 7, 6], [1, 5, 2, 3]]])
     found = AdaKV(SnapKV(), alpha=alpha).select(scores, jnp.asarray([[2]]), token())
     chex.assert_trees_all_equal(found[0], np.array(kept))
-
-
-def test_head_below_its_share_takes_nothing_else():
-    scores = jnp.asarray([[[9.0, 8, 7, 6], [1, NOTHING, NOTHING, NOTHING]]])
-    found = AdaKV(SnapKV(), alpha=1.0).select(scores, jnp.asarray([[2]]), token())
-    chex.assert_trees_all_equal(found[0], np.array([[1, 1, 1, 0], [1, 0, 0, 0]]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Counting(Knorm):
-    """Counts in its row state how often the pool was written to."""
-
-    def written(self, state, chunk, placement, pool):
-        return dataclasses.replace(state, rows=state.rows + 1)
-
-
-def test_allocation_updates_the_scorers_state():
-    policy = AdaKV(PyramidKV(Counting()))
-    state = policy.written(PolicyState(rows=jnp.zeros((1, 1))), token(), None, None)
-    chex.assert_trees_all_equal(state.rows, np.ones((1, 1), np.float32))
 
 
 def budgets(policy, num_layers):

@@ -103,28 +103,6 @@ def test_slots_lengths_and_visibility_equal_the_ring(window, shift, seed, rate, 
     check_chunks(DMS(window=window, shift=shift), window, shift, marks, chunks, width)
 
 
-@pytest.mark.parametrize(
-    ("window", "shift", "seen"), [(2, 1, 21), *further((0, 0, 15), (6, 7, 21))]
-)
-def test_rows_at_a_length_equal_rows_grown_to_it(window, shift, seen):
-    policy, size = DMS(window=window, shift=shift), window + 1
-    marks = np.random.default_rng(seen).random((BATCH, KV_HEADS, LENGTH)) < 0.6
-    empty = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows
-    nothing = np.zeros((BATCH, KV_HEADS), np.int32)
-    first, count = np.zeros(BATCH, np.int32), np.full(BATCH, seen, np.int32)
-    reached, _ = write(policy, empty, marks[..., :seen], first, count, nothing)
-    last = np.arange(seen - size, seen)
-    slots = np.zeros((BATCH, KV_HEADS, size), np.int32)
-    for row in np.ndindex(BATCH, KV_HEADS):
-        held = dms.slots_per_step(marks[row], window, shift)[seen - 1]
-        slots[row] = [held.index(position) for position in last]
-    # Token j + shift marks key j, so the newest keys are not marked yet.
-    made = last + shift < seen
-    evicted = made & marks[..., np.where(made, last + shift, 0)]
-    rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
-    chex.assert_trees_all_equal(rows, reached)
-
-
 def shown(positions, layer=0, kv_heads=2):
     nothing = np.zeros((*np.shape(positions), kv_heads, HEAD_DIM))
     return tokens_of(nothing, positions=positions, layer=layer)
@@ -151,6 +129,28 @@ def test_random_eviction_draws_by_layer_head_position():
             assert abs((draw == other).mean() - 0.58) < 0.035
         # Neighbouring positions are independent too.
         assert abs((draw[1:] == draw[:-1]).mean() - 0.58) < 0.035
+
+
+@pytest.mark.parametrize(
+    ("window", "shift", "seen"), [(2, 1, 21), *further((0, 0, 15), (6, 7, 21))]
+)
+def test_rows_at_a_length_equal_rows_grown_to_it(window, shift, seen):
+    policy, size = DMS(window=window, shift=shift), window + 1
+    marks = np.random.default_rng(seen).random((BATCH, KV_HEADS, LENGTH)) < 0.6
+    empty = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows
+    nothing = np.zeros((BATCH, KV_HEADS), np.int32)
+    first, count = np.zeros(BATCH, np.int32), np.full(BATCH, seen, np.int32)
+    reached, _ = write(policy, empty, marks[..., :seen], first, count, nothing)
+    last = np.arange(seen - size, seen)
+    slots = np.zeros((BATCH, KV_HEADS, size), np.int32)
+    for row in np.ndindex(BATCH, KV_HEADS):
+        held = dms.slots_per_step(marks[row], window, shift)[seen - 1]
+        slots[row] = [held.index(position) for position in last]
+    # Token j + shift marks key j, so the newest keys are not marked yet.
+    made = last + shift < seen
+    evicted = made & marks[..., np.where(made, last + shift, 0)]
+    rows = policy.rows_at(empty, jnp.asarray(slots), jnp.asarray(evicted), seen)
+    chex.assert_trees_all_equal(rows, reached)
 
 
 def test_random_eviction_spreads_rates_over_heads():

@@ -3,11 +3,8 @@
 import chex
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dms_jax.errors import ConfigError
 from dms_jax.policies import DMS, draws
-from tests.oracles import dms
 from tests.support.chunks import chunk_of, tokens_of
 
 DRAWN = DMS(source="adapter", alpha_scale=1.0, alpha_offset=0.0, decisions="bernoulli", seed=5)
@@ -35,13 +32,6 @@ def test_draws_have_the_probability_of_the_logit():
     chex.assert_trees_all_equal(marks(DRAWN, saturated, positions), saturated > 0)
 
 
-def test_one_draw_for_the_layer():
-    policy = DMS(source="adapter", per="layer", alpha_offset=0.0, decisions="bernoulli")
-    drawn = marks(policy, np.zeros((2, 3, 50), np.float32), np.arange(50)[None].repeat(2, 0))
-    assert 0 < drawn.mean() < 1
-    chex.assert_trees_all_equal(drawn, drawn[:, :1].repeat(3, 1))
-
-
 def test_training_draws_as_inference_does():
     """Training's noise samples equally: u < sigmoid(a) iff a - logit(u) > 0."""
     random = np.random.default_rng(0)
@@ -55,16 +45,8 @@ def test_training_draws_as_inference_does():
     assert 0.3 < relaxed.decisions.mean() < 0.7
 
 
-@pytest.mark.parametrize("window", [0, 16, 64, 256, 512])
-def test_immediate_decisions_fall_as_the_key_leaves_the_window(window):
-    """With shift = window, token j + window decides for key j, just before it leaves the window."""
-    policy = DMS(window=window, shift=window)
-    random = np.random.default_rng(window)
-    decisions = random.integers(0, 2, 3 * window + 5)
-    seen = dms.visible(decisions, window, policy.mark_shift)
-    last = len(decisions) - 1
-    for key in range(0, last, max(1, window // 4)):
-        if last - key > window:
-            assert seen[last, key] == (decisions[key + window] == 0)
-    with pytest.raises(ConfigError, match="between 0 and window"):
-        DMS(window=window, shift=window + 2)
+def test_one_draw_for_the_layer():
+    policy = DMS(source="adapter", per="layer", alpha_offset=0.0, decisions="bernoulli")
+    drawn = marks(policy, np.zeros((2, 3, 50), np.float32), np.arange(50)[None].repeat(2, 0))
+    assert 0 < drawn.mean() < 1
+    chex.assert_trees_all_equal(drawn, drawn[:, :1].repeat(3, 1))

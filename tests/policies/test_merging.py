@@ -92,21 +92,6 @@ def test_gradients_equal_finite_differences(window):
             chex.assert_trees_all_close(found, slope, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("window", [12, *further(None)])
-def test_memory_is_linear_in_the_length(window):
-    """The largest array, gradients included, grows with T, not T * T or T * w."""
-    length = 512
-
-    def loss(k, alpha):
-        return sum(x.sum() for x in partial_means(k, k, alpha, alpha, window))
-
-    k = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
-    alpha = jax.ShapeDtypeStruct((1, 1, length), jnp.float32)
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(k, alpha).compile()
-    one = length * 8 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 40 * one < length * length * 4
-
-
 def shown(q, k, positions=None):
     if positions is None:
         positions = np.arange(k.shape[1])[None]

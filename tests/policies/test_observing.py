@@ -33,31 +33,6 @@ def rows_chunk(k, count, page_table, lengths, page_size, *, first=0, **fields):
     )
 
 
-@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
-def test_snapkv_queries_see_slots_of_their_time(tokens, count):
-    """The sums of their weights against NumPy, for rows cut before, of different lengths."""
-    window, newest, lengths, slots = 4, 20, np.array([[9, 7]]), 12
-    rng = np.random.default_rng(0)
-    ring = rng.standard_normal((1, 2, window, 3, 8))
-    keys = rng.standard_normal((1, 2, slots, 8))
-    keys[np.arange(slots) >= lengths[..., None]] = 0
-    chunk = rows_chunk(
-        np.zeros((1, tokens, 2, 8)), [count], np.zeros((1, 2, 3)), lengths - count, 4,
-        first=newest - count + 1,
-    )  # fmt: skip
-    expected = np.zeros((2, slots))
-    for place in range(window):
-        age = (newest - place) % window
-        for head, length in enumerate(lengths[0]):
-            seen = slice(0, length - age)
-            scores = chunk.static.scale * ring[0, head, place] @ keys[0, head, seen].T
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            expected[head, seen] += (weights / weights.sum(-1, keepdims=True)).mean(0)
-    rows = Rows(k=jnp.asarray(keys), v=jnp.asarray(keys), lengths=jnp.asarray(lengths))
-    votes = SnapKV(budget=8, window=window)._votes(jnp.asarray(ring), chunk, rows)
-    chex.assert_trees_all_close(votes[0], expected.astype(votes.dtype), atol=1e-6)
-
-
 PAGE_SIZE, WIDTH, TOKENS = 3, 4, 14
 
 
@@ -66,19 +41,6 @@ def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
     state, placement = policy.write(state, chunk)
     pool, _, _ = pool.store(chunk.page_table, placement.slots, chunk.tokens.k, chunk.tokens.v)
     return policy.written(state, chunk, placement, pool), pool, placement
-
-
-def test_quest_counts_the_last_page_only_where_it_is_selected():
-    """Three of four pages are read; the last page, of one token, follows them in the table."""
-    policy = Quest(budget=7, dense_layers=0, force_last_page=False)
-    high = np.ones((4, 2), np.float32)
-    high[3] = -1
-    state = PolicyState(pages=PageBounds(low=jnp.asarray(high - 1), high=jnp.asarray(high)))
-    chunk = chunk_of(jnp.zeros((1, 1, 1, 2)), page_table=[[range(4)]], lengths=[[6]], page_size=2)
-    placement = Vanilla().write(PolicyState(), chunk)[1]
-    found = policy.read(state, jnp.ones((1, 1, 2)), chunk, placement)
-    chex.assert_trees_all_equal(np.asarray(found.page_table), np.array([[range(4)]]))
-    chex.assert_trees_all_equal(np.asarray(found.lengths), np.array([[6]]))
 
 
 @pytest.mark.parametrize("width", [WIDTH, *further(1)])
@@ -162,3 +124,28 @@ def test_ratio_window_appends_and_cuts_later_prompt():
     held = Rows(k=empty, v=empty, lengths=placement.lengths)
     keep = policy.survivors(state, prompt, held, None)
     assert keep.astype(int).tolist() == [[[1, 1, 0, 0, 1, 1, 0, 0]]]  # tokens 0, 5, 6, 7
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 2)], ids=["step", "prompt"])
+def test_snapkv_queries_see_slots_of_their_time(tokens, count):
+    """The sums of their weights against NumPy, for rows cut before, of different lengths."""
+    window, newest, lengths, slots = 4, 20, np.array([[9, 7]]), 12
+    rng = np.random.default_rng(0)
+    ring = rng.standard_normal((1, 2, window, 3, 8))
+    keys = rng.standard_normal((1, 2, slots, 8))
+    keys[np.arange(slots) >= lengths[..., None]] = 0
+    chunk = rows_chunk(
+        np.zeros((1, tokens, 2, 8)), [count], np.zeros((1, 2, 3)), lengths - count, 4,
+        first=newest - count + 1,
+    )  # fmt: skip
+    expected = np.zeros((2, slots))
+    for place in range(window):
+        age = (newest - place) % window
+        for head, length in enumerate(lengths[0]):
+            seen = slice(0, length - age)
+            scores = chunk.static.scale * ring[0, head, place] @ keys[0, head, seen].T
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            expected[head, seen] += (weights / weights.sum(-1, keepdims=True)).mean(0)
+    rows = Rows(k=jnp.asarray(keys), v=jnp.asarray(keys), lengths=jnp.asarray(lengths))
+    votes = SnapKV(budget=8, window=window)._votes(jnp.asarray(ring), chunk, rows)
+    chex.assert_trees_all_close(votes[0], expected.astype(votes.dtype), atol=1e-6)

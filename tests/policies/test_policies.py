@@ -198,10 +198,3 @@ def test_token_window_prefills_in_one_pass_without_cut(prefill):
     policy = StreamingLLM(budget=64, prefill=prefill)
     assert (policy.parallel, policy.shrinks) == ("always", False)
     assert policy.footprint(8192, page_size=16).at_most == 64
-
-
-def test_shares_are_given_by_name():
-    """The second positional argument is a policy-specific option."""
-    assert StreamingLLM(64, 4) == StreamingLLM(budget=64, sinks=4)
-    assert Quest(1024, 3).dense_layers == 3
-    assert KCache(128, 1).first_layers == 1

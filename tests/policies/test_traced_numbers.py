@@ -10,14 +10,11 @@ import pickle
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from dms_jax.cache.pages import few_sizes
-from dms_jax.model import language_model
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import (
     DMC,
@@ -34,13 +31,12 @@ from dms_jax.policies import (
     RandomEviction,
     RandomSelection,
     SnapKV,
-    quest,
 )
 from dms_jax.policies.budget import LONGEST, share, shares
 from tests.laws.rows import model_of
 from tests.support.chunks import chunk_of
 from tests.support.compilations import Compilations
-from tests.support.models import random_model, random_tokens, tiny_config
+from tests.support.models import random_tokens
 
 SCORER = {"budget", "compression_ratio", "interval"}
 # Written by hand: every other field is static. Policies not named here rank tokens and have no
@@ -98,24 +94,6 @@ def test_policy_survives_flattening(policy):
     assert jax.tree.structure(again) == structure
 
 
-LARGEST = [
-    *(policy(seed=2**32 - 1) for policy in (DMS, RandomEviction, RandomSelection)),
-    ExpectedAttention(budget=LONGEST, interval=LONGEST, sinks=LONGEST - 1),
-    PyramidKV(SnapKV(), beta=2**31 - 1),
-    TOVA(compression_ratio=1),
-    TOVA(compression_ratio=1e30),
-]
-
-
-@pytest.mark.parametrize("policy", LARGEST, ids=repr)
-def test_the_largest_numbers_fit_in_32_bits(policy):
-    on_device = jax.tree.leaves(jax.device_put(policy))
-    for number, want in zip(on_device, jax.tree.leaves(policy), strict=True):
-        assert number.dtype.itemsize == 4
-        is_whole = np.issubdtype(number.dtype, np.integer)
-        assert int(number) == want if is_whole else float(number) == pytest.approx(want, rel=1e-7)
-
-
 def test_options_selecting_code_are_static():
     structure = jax.tree.structure
     assert structure(TOVA(budget=5)) == structure(TOVA(budget=900))
@@ -135,34 +113,8 @@ def test_bounds_follow_their_fields():
     assert inside.bound("budget") == 768
     assert inside.replaced(budget=LONGEST).bound("budget") == LONGEST
     assert dataclasses.replace(inside, budget=64).bound("budget") == 64
-    for factor, bound in (2, 1536), (0.5, 384):
-        other = jax.tree.map(lambda number, factor=factor: int(factor * number), inside)
-        assert other == Quest(budget=int(600 * factor))
-        assert other.bound("budget") == bound
-        assert jax.tree.structure(other) == jax.tree.structure(Quest(budget=bound))
-    # Placeholders for numbers in a tree do not change the bound.
-    for number in (0, np.array(5), np.array([600, 700]), object()):
-        assert jax.tree.structure(jax.tree.unflatten(structure, [number])) == structure
     with pytest.raises(KeyError, match="budget"):  # no number, and no bound for it
         inside.replaced(budget=np.array(900)).bound("budget")
-
-
-def test_similar_budgets_share_a_page_table_width(monkeypatch):
-    """For logits of 100 tokens on pages of 16."""
-    widths = []
-
-    def stub(transformer, tokens, prompts, policy, *, width):
-        widths.append(width)
-        return jnp.zeros((*tokens.shape, 1))
-
-    monkeypatch.setattr(language_model, "_logits_through_cache", stub)
-    model = LanguageModel(random_model(tiny_config(), dtype=jnp.float32))
-    tova = TOVA(prefill="evict_past_budget")  # whose rows never hold more
-    budgets = (15, 63, 64, 95, 96, 500)
-    for policy in [*(dataclasses.replace(tova, budget=budget) for budget in budgets), Quest()]:
-        model.logits(np.zeros((1, 100), np.int32), policy=policy)
-    # With the current token 1, 4, 5, 6, 7, 7 and 7 pages; no row has more than 7.
-    assert widths == [1, 4, 6, 6, 7, 7, 7]
 
 
 @given(ratio=st.floats(1, 2**20), tokens=st.integers(0, 2**24))
@@ -177,25 +129,6 @@ def share_of(policy, max_lengths):
     return shares(chunk, policy.compression_ratio)
 
 
-@given(
-    seed=st.integers(0, 2**20),
-    budget=st.integers(1, 40),
-    page_size=st.just(1),  # further widths are further programs
-)
-@example(seed=0, budget=9, page_size=5)  # one page within two
-@example(seed=0, budget=129, page_size=5)  # 25 within 38
-def test_pages_within_bound_equal_a_sort(seed, budget, page_size):
-    """Some scores are equal or infinite; the bound is in tokens, rounded to whole pages."""
-    pages = budget // page_size
-    random = np.random.default_rng(seed)
-    score = random.choice([-np.inf, -1.0, 0.0, 0.5, 2.0, np.inf], (2, 1, 3, 80)).astype(np.float32)
-    count = np.full((2, 1, 1, 1), pages, np.int32)
-    found = np.asarray(BOUNDED(score, count, few_sizes(budget) // page_size))[..., :pages]
-    order = np.argsort(-score, axis=-1, kind="stable")[..., :pages]
-    chex.assert_trees_all_equal(found, np.sort(order, -1).astype(np.int32))
-
-
-BOUNDED = jax.jit(quest._bounded_largest, static_argnums=2)
 BASE = ExpectedAttention(budget=6, interval=3, sinks=1)
 SWEEPS = {
     "TOVA": [TOVA(budget=budget) for budget in (4, 9, 15)],
@@ -261,3 +194,21 @@ def sweep(first, *others):
         assert np.isfinite(another).all()
         assert np.abs(one - another).max() > 1e-6
     chex.assert_shape(found, (2, 24, model.config.vocab_size))
+
+
+LARGEST = [
+    *(policy(seed=2**32 - 1) for policy in (DMS, RandomEviction, RandomSelection)),
+    ExpectedAttention(budget=LONGEST, interval=LONGEST, sinks=LONGEST - 1),
+    PyramidKV(SnapKV(), beta=2**31 - 1),
+    TOVA(compression_ratio=1),
+    TOVA(compression_ratio=1e30),
+]
+
+
+@pytest.mark.parametrize("policy", LARGEST, ids=repr)
+def test_the_largest_numbers_fit_in_32_bits(policy):
+    on_device = jax.tree.leaves(jax.device_put(policy))
+    for number, want in zip(on_device, jax.tree.leaves(policy), strict=True):
+        assert number.dtype.itemsize == 4
+        is_whole = np.issubdtype(number.dtype, np.integer)
+        assert int(number) == want if is_whole else float(number) == pytest.approx(want, rel=1e-7)

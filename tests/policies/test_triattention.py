@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dms_jax
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import ConfigError
 from dms_jax.policies.periodic_eviction import Answering
 from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Static, Tokens
 from dms_jax.training import calibrate_queries
@@ -89,22 +89,6 @@ def test_calibrated_scores_equal_the_published_sum(centres, reduction, factor):
     chex.assert_trees_all_close(got[:, PROMPT:], factor**2 * want[:, PROMPT:], rtol=1e-4, atol=1e-4)
 
 
-def test_single_query_and_distance_give_its_logit(tmp_path):
-    """A single query is its own centre, so the score is the attention logit one step ahead."""
-    random = np.random.default_rng(7)
-    query, k = random.normal(size=(DIM,)), random.normal(size=(SEEN, HEADS, DIM))
-    mean = np.broadcast_to(query, (LAYERS, GROUP * HEADS, DIM)).astype(np.float32)
-    low, high = np.split(mean, 2, axis=-1)
-    norm = np.ascontiguousarray(np.hypot(low, high))
-    save_file({"mean": mean.copy(), "norm": norm}, tmp_path / "one.safetensors")
-    policy = dms_jax.TriAttention(statistics=str(tmp_path / "one.safetensors"), furthest=1)
-    turned = rope.rotate(
-        mean[0, 0].astype(float), *(x[0] for x in rope.angles([SEEN + 1], DIM, THETA))
-    )
-    want = np.einsum("d,skd->ks", turned, k)
-    chex.assert_trees_all_close(scores_of(policy, k)[:, PROMPT:], want[:, PROMPT:], rtol=2e-5)
-
-
 def test_centres_are_arguments_of_programs(centres, tmp_path):
     """A rewritten file is reread, also by a program stored on disk."""
     path, arrays = centres
@@ -164,13 +148,6 @@ def test_centres_equal_those_of_the_models_queries(tmp_path):
     out = dms_jax.generate(model, [[1, 5, 9]], policy=small, sampling=sampling)
     assert 12 <= out.usage.live_tokens < 43
     assert out.usage.peak_tokens <= 12 + 3 + 8
-
-
-def test_centres_of_one_row_of_tokens_are_refused(tmp_path, pytestconfig):
-    if pytestconfig.getoption("--jaxtyping-packages"):
-        pytest.skip("jaxtyping's checks refuse what the code is to refuse")
-    with pytest.raises(DataError, match=r"wants token ids \[B, T\]"):
-        calibrate_queries(stories(), np.arange(40), tmp_path / "no.safetensors")
 
 
 @pytest.mark.parametrize(

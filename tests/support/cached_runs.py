@@ -256,26 +256,21 @@ def ragged_parts(
     *,
     width: int,
     answers_width: int = 1,
-    padded: int | None = None,
     places: int | None = None,
     whole=(),
 ) -> Iterator[Part]:
     """Returns prompts in chunks of uneven counts (sometimes 0), then answers likewise.
 
-    Chunks of a prompt hold up to `width` tokens, and are padded to `padded`, or to `width`. With
-    `places`, chunks of all sequences together hold at most that many tokens. The first `whole[b]`
-    tokens of each prompt have separate chunks, which attend in one pass.
+    Chunks of a prompt hold up to `width` tokens, and are padded to it. With `places`, chunks of all
+    sequences together hold at most that many tokens. The first `whole[b]` tokens of each prompt
+    have separate chunks, which attend in one pass.
     """
     random = np.random.default_rng(seed)
     done = np.zeros(len(lengths), int)
-    prompt_width = padded or width
-    stages = [
-        (prompts, width, prompt_width, True, False),
-        (lengths, answers_width, answers_width, False, False),
-    ]
+    stages = [(prompts, width, True, False), (lengths, answers_width, False, False)]
     if len(whole):
-        stages.insert(0, (np.minimum(whole, prompts), width, prompt_width, True, True))
-    for end, most, shape, prompt, first in stages:
+        stages.insert(0, (np.minimum(whole, prompts), width, True, True))
+    for end, most, prompt, first in stages:
         end = np.asarray(end)
         while (done < end).any():
             counts = np.minimum(random.integers(0, most + 1, size=len(end)), end - done)
@@ -283,7 +278,7 @@ def ragged_parts(
                 counts = np.diff(np.minimum(np.cumsum(counts), places), prepend=0)
             if counts.any():
                 ends = (counts > 0) & (done + counts == prompts) if prompt else None
-                yield Part(counts.astype(np.int32), shape, prompt, ends, places, first)
+                yield Part(counts.astype(np.int32), most, prompt, ends, places, first)
                 done += counts
 
 

@@ -1,9 +1,8 @@
-"""The current files of the checkout that git does not ignore."""
+"""The checkout and a copy of it."""
 
-import hashlib
 import os
+import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,19 +12,13 @@ CLIENTS = ROOT / os.environ.get("CLIENTS", ".clients")
 RESULTS = "experiments/results/"
 
 
-def files(without: str | None = None) -> list[str]:
-    """Returns their paths from the root, except those that begin with `without`."""
+def copy_tree(target: Path) -> Path:
+    """Copies the files that git does not ignore, except figures written by scripts."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    names = set(listed.stdout.decode().split("\0")) - {""}
-    kept = [name for name in names if without is None or not name.startswith(without)]
-    return sorted(name for name in kept if (ROOT / name).is_file())
-
-
-def digest(names: Iterable[str]) -> str:
-    """Returns a hash of the names and contents of files."""
-    found = hashlib.sha256()
-    for name in names:
-        text = (ROOT / name).read_bytes()
-        found.update(f"{name}\0{len(text)}\0".encode() + text)
-    return found.hexdigest()
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    target = target.resolve()
+    for name in set(listed.stdout.split("\0")) - {""}:
+        if (ROOT / name).is_file() and not name.startswith(RESULTS):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
+    return target

@@ -14,7 +14,7 @@ MUTANTS = [
         FOLDER + "requests.py",
         "equal = seed, number_of[id(tokens)], adapter",
         "equal = seed, number_of[id(tokens)]",
-        (f"{ADAPTERS}::test_equal_prompts_of_different_adapters_are_no_copies",),
+        (f"{ADAPTERS}::test_adapters_share_no_copies",),
     ),
     Mutant(
         "adapters: a lane keeps that of its last request",

@@ -11,7 +11,7 @@ MUTANTS = [
         FILE,
         "return found.st_uid == os.geteuid() and not found.st_mode & 0o022",
         "return found.st_uid == os.geteuid()",
-        (f"{TESTS}::test_world_writable_files_are_not_read[writable by a group]",),
+        (f"{TESTS}::test_writable_files_are_not_read[writable by a group]",),
     ),
     Mutant(
         "executables: files of other users are read",

@@ -13,10 +13,8 @@ SAMPLING = "tests/generation/test_sampling.py"
 MEMORY = "tests/generation/test_memory.py"
 GENERATE = "tests/generation/test_generate.py"
 SHARED = "tests/generation/test_shared_prompts.py"
-ARRIVALS = "tests/generation/test_arrivals.py"
 CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
-OVERLAP = "tests/generation/test_overlap.py"
 READING = "tests/generation/test_prefill_queue.py"
 FAIRNESS = "tests/generation/test_fairness.py"
 TALK = "tests/generation/test_conversation.py"
@@ -79,7 +77,7 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "return found & cancelled",
         "return set()",
-        (f"{CANCEL}::test_cancelled_prompt_is_completed_for_its_sharer",),
+        (f"{READING}::test_sharers_spare_cancelled_prompt",),
     ),
     Mutant(
         "generation: answers wait while the prompt of another request is read",
@@ -93,24 +91,21 @@ MUTANTS = [
         FOLDER + "scheduler.py",
         "elif request.state is State.PREFILL or not request.has_new_tokens",
         "elif not request.has_new_tokens",
-        (f"{OVERLAP}::test_ended_request_recomputes_whole_prompt_after_error",),
+        ("tests/generation/test_overlap.py::test_ended_request_is_recomputed_after_error",),
     ),
     Mutant(
         "generation: nothing is read on after a preemption, until others were let in",
         FOLDER + "engine.py",
         "continue  # with the requests that are left, before others are admitted",
         "return",
-        (f"{ARRIVALS}::test_prefill_continues_in_turn_of_preemption",),
+        ("tests/generation/test_arrivals.py::test_prefill_continues_in_turn_of_preemption",),
     ),
     Mutant(
         "generation: short prompts wait for the end of long ones",
         FOLDER + "prefill.py",
         "self._shortest_next = not self._shortest_next",
         "pass",
-        (
-            f"{READING}::test_short_prompt_alternates_with_the_oldest",
-            f"{FAIRNESS}::test_short_prompt_overtakes_long_one",
-        ),
+        (f"{READING}::test_short_prompt_alternates_with_the_oldest",),
     ),
     Mutant(
         "generation: a long prompt waits for the end of all shorter ones",
@@ -124,7 +119,7 @@ MUTANTS = [
         FOLDER + "scheduler.py",
         "max(reversed(self.running), key=",
         "max(self.running, key=",
-        (f"{FAIRNESS}::test_youngest_of_lowest_priority_is_preempted_and_returns_first",),
+        (f"{FAIRNESS}::test_least_urgent_youngest_is_preempted",),
     ),
     Mutant(
         "generation: an answer takes the position after the last",
@@ -173,7 +168,7 @@ MUTANTS = [
         FOLDER + "prefill.py",
         "limited = policy.for_length(1) is not policy",
         "limited = False",
-        (f"{SHARED}::test_prompts_of_different_longest_lengths_share_nothing",),
+        (f"{SHARED}::test_other_max_lengths_share_no_prompt",),
     ),
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
@@ -194,14 +189,14 @@ MUTANTS = [
         FOLDER + "engine.py",
         "(by_step or is_heard)",
         "is_heard",
-        (f"{TALK}::test_stop_string_ends_turn_and_caches_nothing_after_it",),
+        (f"{TALK}::test_stop_string_ends_turn",),
     ),
     Mutant(
         "generation: an interrupt waits for every program that is to be compiled",
         FOLDER + "precompile.py",
         "pool.shutdown(wait=False, cancel_futures=True)",
         "pass",
-        (f"{WARMING}::test_interrupt_cancels_pending_compilations[interrupt]",),
+        (f"{WARMING}::test_interrupt_cancels_pending_compilations",),
     ),
     Mutant(
         "generation: a question is answered in the conversation itself",

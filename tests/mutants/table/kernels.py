@@ -12,7 +12,7 @@ TRAINING = "pallas_kernels/training/"
 PLAN = "tests/pallas_kernels/decode/test_plan.py"
 INTERPRETED = "tests/pallas_kernels/decode/test_interpreted.py"
 RECEIVED = "tests/pallas_kernels/received/test_received.py"
-RECEIVED_VISITS = f"{RECEIVED}::test_the_plan_visits_visible_tiles_and_compares_partial_ones"
+RECEIVED_VISITS = f"{RECEIVED}::test_plan_visits_visible_tiles"
 RECEIVED_SUMS = f"{RECEIVED}::test_gpu_kernel_in_the_interpreter[['reused', 'ragged']]"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
@@ -23,6 +23,7 @@ WRITE = "pallas_kernels/update/"
 WRITTEN = "tests/pallas_kernels/update/test_interpreted.py::test_kernel_agrees_with_the_oracle"
 SERVING = "tests/pallas_kernels/test_serving.py::test_gpu_implementations"
 
+LOWERED = "tests/pallas_kernels/cards/test_compiles_for_gpus.py::test_kernels_lower"
 DISPATCH = "tests/pallas_kernels/decode/test_dispatch.py"
 SHARED = "tests/pallas_kernels/decode/test_shared_memory.py"
 
@@ -74,7 +75,7 @@ MUTANTS = [
         DECODE + "gpu.py",
         "q = pad_axis(q, 1, 8)",
         "pass",
-        ("tests/pallas_kernels/decode/test_lowering.py::test_lowers_with_all_results[group12]",),
+        (f"{LOWERED}[h200-decode group12]",),
     ),
     Mutant(
         "kernels: blocks on a TPU end within lanes of scores",
@@ -129,7 +130,7 @@ MUTANTS = [
         TRAINING + "mma_tiles.py",
         "columns = pl.ds(start, min(PART, problem.D - start))",
         "columns = pl.ds(start, min(PART, problem.D))",
-        (f"{PREFILL}::test_gpu_kernel_lowers[dim_96-mosaic_mma]",),
+        (f"{LOWERED}[b200-prefill dim_96]",),
     ),
     Mutant(
         "kernels: Ampere's prompts put every piece of a tile in its first place",

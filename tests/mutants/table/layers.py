@@ -29,7 +29,7 @@ MUTANTS = [
         LOOP,
         "size = min(period, len(each) - start)",
         "size = min(period, len(each) - start) if start == 0 else 1",
-        ("tests/model/test_layer_loop.py::test_the_loop_runs_over_the_shortest_group_of_kinds",),
+        ("tests/model/test_layer_loop.py::test_loop_runs_over_shortest_group",),
     ),
     Mutant(
         "layers: prefixes of a model with windows share pages that are written again",

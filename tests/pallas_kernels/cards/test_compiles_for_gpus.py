@@ -15,13 +15,16 @@ CASES = [
     for kind, own in compile_for_gpus.KERNELS.items()
     for case in (*own, *compile_for_gpus.EVERYWHERE)
 ]
-# A kernel of each kind, for the GPUs before and after Hopper.
+# A kernel of each kind, and of each architecture.
 QUICK = [
     ("a100", "decode base"),
     ("a100", "select float32"),
     ("a100", "training dim_96"),
     ("a100", "prefill plain"),
     ("l4", "write float8"),
+    ("h200", "decode group12"),
+    ("h200", "training packed"),
+    ("b200", "prefill dim_96"),
     ("b200", "decode group16_head_dim512"),
 ]
 

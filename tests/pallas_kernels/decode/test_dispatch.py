@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import decode_attention, decode_plan, dispatch
 from pallas_kernels.decode import cases, gpu, tpu
@@ -118,17 +117,6 @@ def test_decode_attention_for_cuda(name, implementation, marker):
     assert (XLA in text) == (marker == XLA)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_scales_of_other_dtypes_are_left_to_xla(dtype):
-    function, shapes = decode(cases.by_name("float8"))
-    with jax.enable_x64(dtype == "float64"):
-        for name in ("k_scales", "v_scales"):
-            shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape, jnp.dtype(dtype))
-            text = lower_for_cuda(function, **shapes)
-            assert "mosaic_gpu" not in text
-            assert XLA in text
-
-
 T4, A100 = GPU("Tesla T4", 40, (7, 5)), GPU("NVIDIA A100-SXM4-40GB", 108, (8, 0))
 L4, B200 = GPU("NVIDIA L4", 58, (8, 9)), GPU("NVIDIA B200", 148, (10, 0))
 
@@ -174,6 +162,28 @@ def test_tpu_blocks_are_whole_lanes_of_scores(page_size, monkeypatch):
     assert sizes.buffers * sizes.block * 2 * 128 * 2 <= 8 << 20
 
 
+def test_decode_without_accelerator_is_xla():
+    case = cases.by_name("head_dim64")
+    inputs = as_arrays(decode_inputs(case))
+    by_default, by_name = (
+        decode_attention(**inputs, scale=0.1, implementation=choice) for choice in (None, "xla")
+    )
+    chex.assert_trees_all_equal(by_default, by_name)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+        decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_plan_of_another_step_is_refused(rows):
+    """A plan of several layers, or of fewer rows."""
+    inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
+    lengths = inputs["lengths"]
+    shape = {"columns": inputs["page_table"].shape[1], "page_size": 64, "head_dim": 64}
+    plan = decode_plan(lengths[None] if rows == 0 else lengths[:rows], dtype="bfloat16", **shape)
+    with pytest.raises(ValueError, match="not those of one step of"):
+        decode_attention(**inputs, scale=0.1, plan=plan)
+
+
 @pytest.mark.parametrize("page_size", [4096 + 16, 16384])
 def test_pages_too_large_for_a_tpu_are_refused(page_size):
     """Whole lanes of scores take eight pages of the first kind, and one of the second."""
@@ -197,58 +207,3 @@ def test_tpu_rows_and_tables_fit_scalar_memory(rows, columns, served):
     table, lengths = of((rows, columns), jnp.int32), of((rows,), jnp.int32)
     said = tpu.why_not(of((rows, 4, 128), jnp.bfloat16), Rows(pages, pages, table, lengths), None)
     assert said is None if served else "bytes of scalar memory" in str(said)
-
-
-def test_decode_without_accelerator_is_xla():
-    case = cases.by_name("head_dim64")
-    inputs = as_arrays(decode_inputs(case))
-    by_default, by_name = (
-        decode_attention(**inputs, scale=0.1, implementation=choice) for choice in (None, "xla")
-    )
-    chex.assert_trees_all_equal(by_default, by_name)
-    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
-        decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
-
-
-@pytest.mark.parametrize("rows", [0, -1])
-def test_plan_of_another_step_is_refused(rows):
-    """A plan of several layers, or of fewer rows."""
-    inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
-    lengths = inputs["lengths"]
-    shape = {"columns": inputs["page_table"].shape[1], "page_size": 64, "head_dim": 64}
-    plan = decode_plan(lengths[None] if rows == 0 else lengths[:rows], dtype="bfloat16", **shape)
-    with pytest.raises(ValueError, match="not those of one step of"):
-        decode_attention(**inputs, scale=0.1, plan=plan)
-
-
-def test_other_platforms_do_not_disturb_float64():
-    """Tracing for GPUs and TPUs also happens here, with 64-bit numbers enabled."""
-    inputs = decode_inputs(cases.by_name("head_dim64"))
-    with jax.enable_x64(True):
-        wide = jax.jit(functools.partial(decode_attention, scale=0.1))(**as_arrays(inputs))
-    chex.assert_trees_all_equal(wide, decode_attention(**as_arrays(inputs), scale=0.1))
-
-
-def test_inside_shard_map():
-    case = cases.DecodeCase("sharded", (70, 3, 64, 0), head_dim=64, group=2)
-    inputs = as_arrays(decode_inputs(case))
-    if len(jax.devices("cpu")) < 2:
-        pytest.skip("needs two CPU devices: there are 8 without --gpu")
-    devices = jax.devices("cpu")[:2]
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    by_rows, whole = PartitionSpec("data"), PartitionSpec()
-    specs = dict.fromkeys(inputs, by_rows) | {"k_pages": whole, "v_pages": whole}
-    function = functools.partial(decode_attention, scale=0.1)
-    sharded = jax.shard_map(
-        lambda inputs: function(**inputs),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=by_rows,
-        check_vma=False,
-    )
-    chex.assert_trees_all_close(
-        np.asarray(jax.jit(sharded)(inputs), np.float32),
-        np.asarray(function(**inputs), np.float32),
-        rtol=1e-7,
-        atol=1e-6,
-    )

@@ -10,7 +10,6 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode_plan
 from pallas_kernels.decode.mosaic_plan import make_plan_on_gpu
 from pallas_kernels.decode.plan import make_plan, owner, stretch_start
 from tests.support.instances import further
@@ -47,13 +46,6 @@ def test_programs_share_tiles_evenly(seed):
     assert len({row + program for row, program in pairs}) == len(pairs)
 
 
-def test_many_rows_use_a_scan():
-    lengths = np.random.default_rng(0).integers(0, 300, 1500)
-    plan = make_plan(jnp.asarray(lengths), tile=64, programs=7)
-    tiles = np.maximum(1, -(-lengths // 64))
-    chex.assert_trees_all_equal(plan.tile_starts, np.concatenate([[0], np.cumsum(tiles)]))
-
-
 def test_long_lines_do_not_overflow():
     """Programs times tiles exceeds 2^31 here."""
     total, programs = 2_000_000_000, 264
@@ -72,41 +64,6 @@ def test_plan_of_layers_equals_single_plans():
         alone = make_plan(lengths[layer], tile=64, programs=11)
         of_layer = jax.tree.map(lambda x, layer=layer: x[layer], together)
         chex.assert_trees_all_equal(of_layer, alone)
-
-
-def test_decode_plan_counts_tiles_of_whole_pages():
-    shape = {"columns": 4, "head_dim": 128, "dtype": "bfloat16"}
-    lengths = jnp.array([200, 0])
-    assert decode_plan(lengths, page_size=16, **shape).tile == 64
-    assert decode_plan(lengths, page_size=128, **shape).tile == 128
-    plan = decode_plan(lengths, page_size=64, **shape)
-    chex.assert_trees_all_equal(plan.tile_starts, np.array([0, 4, 5]))
-    assert plan.programs % 132 == 0
-
-
-@pytest.mark.parametrize(
-    ("changed", "tile", "programs_per_core"),
-    [
-        ({}, 128, 1),
-        ({"page_size": 32, "columns": 128}, 128, 1),
-        ({"page_size": 16, "columns": 256}, 64, 2),  # the other kernel's pages
-        ({"columns": 63}, 64, 2),  # shorter rows than measured
-        ({"rows": 64}, 64, 2),  # room for little
-        ({"head_dim": 64}, 64, 2),
-        ({"dtype": "bfloat16"}, 64, 2),
-    ],
-)
-def test_long_rows_of_float8_are_read_in_tiles_of_128(changed, tile, programs_per_core):
-    shape = {"rows": 512, "columns": 64, "page_size": 64, "head_dim": 128}
-    shape |= {"dtype": "float8_e4m3fn"} | changed
-    plan = decode_plan(jnp.zeros(shape.pop("rows"), jnp.int32), **shape)
-    assert (plan.tile, plan.programs) == (tile, 132 * programs_per_core)
-
-
-def test_amperes_products_take_tiles_of_64():
-    lengths = jnp.full(512, 4096)
-    shape = {"columns": 64, "page_size": 64, "head_dim": 128, "dtype": "float8_e4m3fn"}
-    assert decode_plan(lengths, **shape, implementation="mosaic_mma").tile == 64
 
 
 def draw_lengths(rows):

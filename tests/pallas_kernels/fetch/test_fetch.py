@@ -1,6 +1,5 @@
 """Rows of a store, from device memory and from host memory; refusals."""
 
-import functools
 import inspect
 
 import chex
@@ -74,14 +73,6 @@ def test_blocks_are_fetched_whole(memory, block):
     chex.assert_trees_all_equal(rows[2 * block :], blocks[0])
 
 
-@pytest.mark.parametrize(
-    ("block", "row_bytes", "piece"),
-    [(1, 256, 1), (16, 128, 16), (64, 256, 64), (64, 1024, 16), (512, 128, 128), (21, 4096, 3)],
-)
-def test_copy_is_the_largest_fitting_part_of_a_block(block, row_bytes, piece):
-    assert fetch_gpu.piece_of(block, row_bytes) == piece
-
-
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_fetch_lowers_for_a_gpu_inside_a_loop(memory):
     """The store stays in place in the loop, in either memory."""
@@ -95,13 +86,6 @@ def test_fetch_lowers_for_a_gpu_inside_a_loop(memory):
     on_host = memory == "pinned_host"
     assert text.count("stablehlo.custom_call @mosaic_gpu") == on_host
     assert ("stablehlo.gather" in text) != on_host
-
-
-def test_blocks_lower_for_a_gpu():
-    store = draw(jnp.dtype("bfloat16"), "pinned_host", 128)
-    fetch = functools.partial(fetch_rows, block=10)
-    text = lower_for_cuda(fetch, store=store, index=jax.ShapeDtypeStruct((6,), jnp.int32))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 @gpu
@@ -145,13 +129,6 @@ def test_xla_serves_unsupported_shapes_on_gpus(card, dtype, width, reason, monke
     assert reason in str(why_not(store, index, block=1))
     on_device = jax.device_put(store, jax.memory.Space.Device)
     assert "in device memory" in str(why_not(on_device, index, block=1))
-
-
-def test_float64_is_exact():
-    with jax.enable_x64(True):
-        store = jnp.asarray(np.random.default_rng(0).normal(size=(9, 8)))
-        rows = fetch_rows(store, jnp.array([8, 0]))
-        chex.assert_trees_all_equal(rows, store[np.array([8, 0])])
 
 
 def test_refusals_name_the_limit():

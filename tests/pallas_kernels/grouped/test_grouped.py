@@ -80,19 +80,6 @@ def test_narrow_numbers_are_summed_in_float32():
     assert y.ravel().tolist() == [300, 300]
 
 
-def test_memory_does_not_grow_with_groups():
-    """`jax.lax.ragged_dot` holds a masked copy of the rows for each group."""
-
-    def memory(product):
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 64), (64, 64, 32))]
-        counts = jax.ShapeDtypeStruct((64,), jnp.int32)
-        return jax.jit(product).lower(*shapes, counts).compile().memory_analysis()
-
-    rows = 512 * (64 + 32) * 4
-    assert memory(grouped_product).temp_size_in_bytes < 3 * rows
-    assert memory(jax.lax.ragged_dot).temp_size_in_bytes > 10 * rows
-
-
 @pytest.mark.parametrize(
     ("x", "matrices", "reason"),
     [

@@ -11,8 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import GPU
-from pallas_kernels.training import cases, gpu, mma, mma_forward, mma_key_gradient, tpu
+from pallas_kernels.training import cases, gpu, mma, tpu
 from pallas_kernels.training.inputs import Inputs
 from tests.pallas_kernels.support import (
     interpret,
@@ -35,13 +34,6 @@ from tests.support.instances import further
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 GPU_MODULES = {"mosaic_gpu": gpu, "mosaic_mma": mma}
-
-
-def problem_of(dim):
-    """The static parameters of a small problem in bfloat16."""
-    q = jnp.zeros((1, 64, 2, dim), jnp.bfloat16)
-    inputs = Inputs(q, q, q, jnp.zeros((1, 2, 64)))
-    return gpu.prepare(inputs, 10, 0.1, False)[0]
 
 
 @pytest.mark.parametrize(
@@ -86,30 +78,6 @@ def test_tpu_kernels_in_the_interpreter(name):
         check(case, results, inputs, segments)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "name"),
-    [
-        ("mosaic_gpu", "packed"),
-        *further(
-            *(("mosaic_gpu", name) for name in ("odd_group", "dim_96", "dim_256_packed")),
-            *(("mosaic_mma", name) for name in ("float16", "odd_group", "dim_256")),
-        ),
-    ],
-)
-def test_gpu_kernels_lower(implementation, name):
-    """One case per kernel: a kernel depends only on the numbers of tokens, sequences and heads."""
-    text = lower_for_cuda(both(BY_NAME[name], implementation), **structs(BY_NAME[name]))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("implementation", GPU_MODULES)
-def test_gpu_kernels_lower_for_a_piece_of_a_row(implementation):
-    case = BY_NAME["packed"]
-    text = lower_for_cuda(both(case, implementation), **structs(case, queries=140))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") >= 3
-
-
 @pytest.mark.nightly
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
@@ -142,7 +110,7 @@ def test_tpu_kernels_compile(topology, name):
 
 
 def test_float16_on_hopper_runs_amperes_kernels():
-    """The others refuse it; `test_gpu_kernels_lower` lowers the launched ones."""
+    """The others refuse it."""
     case = BY_NAME["float16"]
     assert len(launched_with(dispatch.DEFAULT_GPU, both(case, None), **structs(case))) == 3
 
@@ -152,19 +120,6 @@ def test_float32_on_a_gpu_is_full_float32():
     text = lower_for_cuda(both(case, None), **structs(case))
     assert "mosaic_gpu" not in text
     assert "HIGHEST" in text
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_float64_bias_has_a_float64_gradient(platform):
-    case = BY_NAME["plain"]
-    with jax.enable_x64(True):
-        shapes = structs(case)
-        shapes["bias"] = jax.ShapeDtypeStruct(shapes["bias"].shape, jnp.float64)
-        traced = jax.jit(lambda arrays: both(case, None)(**arrays)).trace(shapes)
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        chex.assert_type(traced.out_info[4], jnp.float64)
-    assert "mosaic_gpu" not in text
-    assert "tpu_custom_call" not in text
 
 
 def test_reasons_name_the_limit():
@@ -183,25 +138,6 @@ def test_reasons_name_the_limit():
         assert f"bfloat16 operands alone, got {dtype}" in reason(gpu, dtype=dtype)
     assert "multiplies 16-bit numbers, not float32" in reason(mma, dtype="float32")
     assert "17" in reason(tpu, heads=17)
-
-
-def test_wide_heads_are_not_trained_on_blackwell(monkeypatch):
-    """Tiles that would spill registers there differ from those of other GPUs."""
-    inputs = Inputs(**{n: structs(BY_NAME["dim_256"])[n] for n in ("q", "k", "v", "bias")})
-    blocks = {}
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        monkeypatch.setattr(dispatch, "_local_gpu", lambda c=capability: GPU("a card", 100, c))
-        reason = mma.why_not(inputs, window=1, scale=1.0)
-        assert (reason is None) == (capability < (10, 0))
-        assert reason is None or "head dims beyond 128" in reason
-        kernels = (mma_forward, mma_key_gradient)
-        blocks[capability] = [
-            kernel.blocks_of(problem_of(dim)).columns
-            for dim in (64, 128, 256)
-            for kernel in kernels
-        ]
-    assert blocks[8, 0] == blocks[8, 9] == [64, 32, 64, 32, 32, 16]
-    assert blocks[10, 0] == blocks[12, 0] == [64, 32, 64, 16, 16, 16]
 
 
 @pytest.mark.gpu
