@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.received.reference import received_weights
+from dms_jax.policies.received import received_weights
 from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 

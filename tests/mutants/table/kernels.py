@@ -11,9 +11,6 @@ DECODE = "pallas_kernels/decode/"
 TRAINING = "pallas_kernels/training/"
 PLAN = "tests/pallas_kernels/decode/test_plan.py"
 INTERPRETED = "tests/pallas_kernels/decode/test_interpreted.py"
-RECEIVED = "tests/pallas_kernels/received/test_received.py"
-RECEIVED_VISITS = f"{RECEIVED}::test_the_plan_visits_visible_tiles_and_compares_partial_ones"
-RECEIVED_SUMS = f"{RECEIVED}::test_gpu_kernel_in_the_interpreter[['reused', 'ragged']]"
 PREFILL = "tests/pallas_kernels/prefill/test_prefill.py"
 TILES = "tests/pallas_kernels/training/test_tiles.py"
 KERNELS = "tests/pallas_kernels/training/test_kernels.py"
@@ -152,20 +149,6 @@ MUTANTS = [
         "source = store_ref.at[pl.ds(chosen * piece, piece)]",
         "source = store_ref.at[pl.ds(chosen * block, piece)]",
         ("tests/pallas_kernels/fetch/test_fetch.py::test_gpu_kernel_in_the_interpreter",),
-    ),
-    Mutant(
-        "kernels: received attention compares no key that the last query of a tile sees",
-        "pallas_kernels/received/gpu.py",
-        "jnp.where(queries >= 0, queries, NEVER).min(-1)",
-        "queries.max(-1)",
-        (RECEIVED_VISITS,),
-    ),
-    Mutant(
-        "kernels: keys receive what queries of padding would give",
-        "pallas_kernels/received/gpu.py",
-        "return jnp.where(positions >= 0, maximum + jnp.log(total) * LOG2E, NOTHING)",
-        "return maximum + jnp.log(total) * LOG2E",
-        (RECEIVED_SUMS,),
     ),
     Mutant(
         "kernels: the gradient of a sink has the other sign",
