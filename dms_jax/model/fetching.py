@@ -45,7 +45,7 @@ def attend_to_fetched(
     # The kernel attends to keys and values. With the keys passed as both, it reads only keys from
     # memory (the second read of a tile hits the cache).
     _, lse, scores = decode_attention(
-        pool.rotate(q).reshape(num_rows, -1, head_dim),
+        q.reshape(num_rows, -1, head_dim),
         pool.k_pages,
         pool.k_pages,
         table,

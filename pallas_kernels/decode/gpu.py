@@ -16,7 +16,6 @@ from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, MOST_COLUMNS, QUERY_STEP, Spec, mma_bytes
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
-from pallas_kernels.four_bits import PACKED
 from pallas_kernels.padding import pad_axis
 
 # Rows of the matrix unit; several smaller pages make one tile.
@@ -137,8 +136,6 @@ def _why_no_kernel(q, rows: Rows, plan) -> str | None:
     k_pages = rows.k_pages
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"computes in at most float32, not {q.dtype}"
-    if k_pages.dtype == PACKED:
-        return "does not read pages of 4 bits"
     if k_pages.dtype.itemsize == 1 and q.dtype == jnp.float32:
         return "reads float8 pages for bfloat16 or float16 queries only"
     if other := [x.dtype for x in rows.scales if x.dtype != jnp.float32]:

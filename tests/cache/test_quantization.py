@@ -1,7 +1,5 @@
 """Keys and values in 8 bits: the numbers of the format, scales, and repeated quantization."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
-from dms_jax.cache.int4 import Int4
-from dms_jax.cache.quantization import FLOAT8, Float8, format_of, stored_vector
+from dms_jax.cache.quantization import FLOAT8, check_kv_dtype, dequantize, quantize, stored_vector
 from dms_jax.errors import ConfigError
 from pallas_kernels import decode_attention
-from tests.oracles import float8, int4
+from tests.oracles import float8
 from tests.pallas_kernels.support import TOLERANCE, relative_error
 
-put = jax.jit(Float8().quantize)
-round_trip = jax.jit(lambda x: Float8().dequantize(*Float8().quantize(x), x.dtype))
+put = jax.jit(quantize)
+round_trip = jax.jit(lambda x: dequantize(*quantize(x), x.dtype))
 
 
 def draws(seed: int, dtype) -> np.ndarray:
@@ -84,20 +81,17 @@ def test_infinities_and_nan_stay_not_finite(number):
     assert jnp.isnan(round_trip(jnp.asarray([[number, 1.0]]))[0, 0])
 
 
-@pytest.mark.own_seeds("other numbers may lie in the middle of two that 4 bits can say")
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "int4"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_steps_and_prompts_of_the_largest_numbers(kv_dtype, dtype):
+def test_steps_and_prompts_of_the_largest_numbers(dtype):
     """Attention in a step and in a prompt, against float64."""
     k = v = large_slots(dtype)
     count, head_dim = k.shape
-    snap = {"float8_e4m3": float8, "int4": int4}[kv_dtype].snap
     largest = float(jnp.finfo(dtype).max)
-    want = np.clip(snap(k), -largest, largest)
-    numbers, scale = stored_vector(head_dim, dtype, kv_dtype)
+    want = np.clip(float8.snap(k), -largest, largest)
+    numbers, scale = stored_vector(head_dim, dtype, "float8_e4m3")
     pages = jnp.zeros((2, 4, *numbers.shape), numbers.dtype)
     scales = jnp.full((2, 4, *scale.shape), jnp.nan, scale.dtype)
-    pool = Pool(pages, pages, scales, scales, format=format_of(kv_dtype))
+    pool = Pool(pages, pages, scales, scales)
     table = jnp.asarray([[[1, 0]]], jnp.int32)
     slots = jnp.arange(count, dtype=jnp.int32)[None, None]
     pool, *given_ = jax.jit(Pool.store)(pool, table, slots, k[None, :, None], v[None, :, None])
@@ -116,8 +110,8 @@ def test_steps_and_prompts_of_the_largest_numbers(kv_dtype, dtype):
 
     @jax.jit
     def attend(pool, q):
-        out = decode_attention(
-            pool.rotate(q)[None],
+        return decode_attention(
+            q[None],
             pool.k_pages,
             pool.v_pages,
             table[0],
@@ -126,9 +120,8 @@ def test_steps_and_prompts_of_the_largest_numbers(kv_dtype, dtype):
             k_scales=pool.k_scales,
             v_scales=pool.v_scales,
         )
-        return pool.rotate_back(out, q.dtype)
 
-    exact = snap(k)
+    exact = float8.snap(k)
     scores = scale_of_scores * q.astype(np.float64) @ exact.T
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     mean = (weights / weights.sum(-1, keepdims=True)) @ exact
@@ -156,25 +149,15 @@ def test_numbers_by_hand():
     chex.assert_trees_all_equal(round_trip(small), small)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "int4"])
-def test_pool_returns_stored_numbers(kv_dtype):
+def test_pool_returns_stored_numbers():
     random = np.random.default_rng(0)
     pages, page_size, head_dim = 6, 4, 8
     shape = (pages, page_size, head_dim)
-    snap = {"float8_e4m3": float8, "int4": int4}[kv_dtype].snap
-    numbers, scale = stored_vector(head_dim, jnp.float32, kv_dtype)
+    numbers, scale = stored_vector(head_dim, jnp.float32, "float8_e4m3")
     pages_of = jnp.zeros((*shape[:2], *numbers.shape), numbers.dtype)
     scales_of = jnp.full((*shape[:2], *scale.shape), jnp.nan, scale.dtype)
-    pool = Pool(
-        k_pages=pages_of,
-        v_pages=pages_of,
-        k_scales=scales_of,
-        v_scales=scales_of,
-        format=format_of(kv_dtype),
-    )
-    same = functools.partial(chex.assert_trees_all_close, rtol=0, atol=1e-6)
-    if kv_dtype == "float8_e4m3":
-        same = chex.assert_trees_all_equal
+    pool = Pool(k_pages=pages_of, v_pages=pages_of, k_scales=scales_of, v_scales=scales_of)
+    same = chex.assert_trees_all_equal
     table = jnp.asarray([[[4, 1, 6]]], jnp.int32)  # the third is no page
     slots = jnp.asarray([[[0, 5, -1]]], jnp.int32)
     k, v = random.normal(size=(2, 1, 3, 1, head_dim)).astype(np.float32)
@@ -182,13 +165,12 @@ def test_pool_returns_stored_numbers(kv_dtype):
     keys, values, rows = jax.jit(Pool.readable, static_argnums=2)(pool, table, jnp.float32)
     for got, given_ in ((keys, k), (values, v)):
         row = np.asarray(got)[np.asarray(rows)[0, 0]].reshape(-1, head_dim)
-        same(row[[0, 5]], snap(given_[0, :2, 0]))
-    same(stored, [snap(k), snap(v)])
+        same(row[[0, 5]], float8.snap(given_[0, :2, 0]).astype(np.float32))
+    same(stored, [float8.snap(each).astype(np.float32) for each in (k, v)])
     same(pool.keys(jnp.asarray([1]), jnp.float32)[0, 1], keys[1, 1])
     same(pool.values(jnp.asarray([1]), jnp.asarray([1]), jnp.float32)[0], values[1, 1])
     # A pool in another dtype keeps numbers as they are and is read without a copy.
     plain = Pool(k_pages=jnp.zeros(shape), v_pages=jnp.zeros(shape))
-    assert plain.rotate(k) is k
     k, v = jnp.asarray(k), jnp.asarray(v)
     assert plain.store(table, slots, k, v)[1] is k
     assert plain.readable(table, jnp.float32)[0] is plain.k_pages
@@ -197,6 +179,5 @@ def test_pool_returns_stored_numbers(kv_dtype):
 def test_unknown_cache_dtypes_are_refused():
     assert stored_vector(8, jnp.bfloat16, None)[0].dtype == jnp.bfloat16
     assert stored_vector(8, jnp.bfloat16, "float8_e4m3")[0].dtype == FLOAT8
-    assert format_of("int4") == Int4(group=32, rotated=True)
-    with pytest.raises(ConfigError, match="'float8_e4m3' or 'int4', got 'int8'"):
-        format_of("int8")
+    with pytest.raises(ConfigError, match="'float8_e4m3', got 'int8'"):
+        check_kv_dtype("int8")

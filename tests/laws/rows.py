@@ -83,7 +83,7 @@ OPTIONS = {
 FACTORS = {
     "group": (1, 2, 4, 8),
     "page_size": (3, 4, 5, 7),  # they do not divide the lengths of the tests
-    "kv_dtype": (None, "float8_e4m3", "int4"),
+    "kv_dtype": (None, "float8_e4m3"),
     "prompts": ("chunks", "whole", "tokens"),
     "answers": ("steps", "chunks"),
 }
