@@ -11,7 +11,6 @@ from dms_jax import compilation
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine
-from dms_jax.model.language_model import LanguageModel
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -31,7 +30,6 @@ def test_process_forked_after_jax_ran_is_refused(monkeypatch):
             for call in (
                 compilation.prepare,
                 lambda: dms_jax.initialize(object.__new__(ModelConfig)),
-                lambda: dms_jax.to_grouped_query(object.__new__(LanguageModel), 1),
                 object.__new__(Engine).warm,
                 lambda: dms_jax.load("nothing"),
             ):
