@@ -43,8 +43,7 @@ EXAMPLES = [policy for mechanism in OPTIONS.values() for policy in mechanism] + 
     DMC(epsilon=0.0, temperature=0.3),
     KVzap(hidden=0, temperature=0.5),
     KVpop(hidden=8),
-    AdaKV(PyramidKV(Knorm(budget=7)), rule="published"),
-    PyramidKV(Knorm(budget=7), redistribute=True),
+    AdaKV(PyramidKV(Knorm(budget=7))),
     TriAttention(statistics="runs/queries.safetensors"),
 ]
 OF_EACH = {type(policy): policy for policy in EXAMPLES}
