@@ -34,7 +34,6 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-from dms_jax.errors import ConfigError
 from dms_jax.terminal import Lines, console_for_progress, has_bar
 
 SWITCH = "DMS_JAX_COMPILATION_CACHE"
@@ -60,31 +59,10 @@ _programs: list[_Program] = []  # of this process
 _lock = threading.Lock()
 _without: list[bool] = []  # for each active `without_jax_cache`, jax's setting before it
 _thread = threading.local()
-_ran: set[int] = set()  # the process ids of this process and its parents that ran jax's programs
-
-
-def check_process() -> None:
-    """Raises ConfigError in a fork of a process that called this; call it before jax's programs.
-
-    jax's threads do not survive a fork, so its programs would hang. If only other code ran jax
-    before the fork, jax itself warns at the fork.
-    """
-    _ran.add(os.getpid())
-    if len(_ran) > 1:
-        raise ConfigError(
-            "This process was forked from one in which jax had run, and jax's programs hang in it. "
-            'Start it anew: multiprocessing.get_context("spawn"), or fork before the first model '
-            "is loaded."
-        )
 
 
 def prepare() -> None:
-    """Prepares jax; call it before the first program is traced.
-
-    Raises:
-      ConfigError: see `check_process`.
-    """
-    check_process()
+    """Prepares jax; call it before the first program is traced."""
     # This import adds a setting on which every program depends. If the first kernel did it, earlier
     # traced programs would compile again.
     importlib.import_module("jax.experimental.pallas.tpu")

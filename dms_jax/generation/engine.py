@@ -584,7 +584,6 @@ class Engine:
         and add more through `source.incoming`. Requests that have not ended when the context closes
         stay as they are. Raises as `serve` does.
         """
-        compilation.check_process()
         requests, sampling = list(source.requests), source.sampling
         check_stop(self.model, sampling)
         for adapter in {each.adapter for each in requests}:
@@ -689,7 +688,6 @@ class Engine:
         Raises:
           BusyError: it is serving a call.
         """
-        compilation.check_process()
         with unless_busy(self._lock, "The engine"), self.runner.working():
             in_flight = InFlight(self.runner, self.end_tokens)
             sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}
