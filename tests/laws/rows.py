@@ -75,7 +75,6 @@ OPTIONS = {
     ],
     "fetch values": [
         dms_jax.KCache(top=5, first_layers=1),
-        dms_jax.KCache(top=3, first_layers=0, renormalize=True),
         dms_jax.KCache(top=4, first_layers=0, over=dms_jax.DMS(window=3)),
         dms_jax.KCache(compression_ratio=4, first_layers=0, values="device"),
     ],

@@ -332,7 +332,6 @@ def _(policy: dms_jax.KCache, layer, prompt_length, page_size):
         top=policy.top,
         layer=layer.index,
         device_layers=policy.first_layers,
-        renormalize=policy.renormalize,
     )
     if isinstance(policy.over, dms_jax.Vanilla):
         return kcache.simulate(*layer.rotated, prompt_length, **options)

@@ -129,7 +129,6 @@ def test_unknown_names_and_options_are_refused_by_name():
         (Quest(), "over", TOVA()),
         (KCache(), "top", 0),
         (KCache(), "first_layers", -1),
-        (KCache(), "renormalize", 1),
         (KCache(), "over", KCache()),
         (Quest(), "per", "head"),
         (StreamingLLM(sinks=4), "budget", 4),
