@@ -20,7 +20,6 @@ do not interrupt it). The work per token does not grow with the length of the te
 
 import codecs
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -291,39 +290,19 @@ class TextTracker:
         `final` no more tokens come, so an incomplete character stays incomplete.
         """
         uncommitted = self._uncommitted(stream, tokens, len(tokens))
-        # A stop string may appear and vanish while a character is incomplete. With many pending
-        # tokens, the committed text depends on where it is checked.
-        few = len(tokens) - stream.committed <= _MOST_PENDING
-        if few and _INCOMPLETE not in uncommitted and stream.stops.find(uncommitted) is None:
+        # A stop string may appear and vanish while a character is incomplete.
+        if _INCOMPLETE not in uncommitted and stream.stops.find(uncommitted) is None:
             return None
         first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1
         for end in range(first, len(tokens) + 1):
-            known = self._certain(stream, tokens, end)
-            if final and end == len(tokens):
-                known = self._uncommitted(stream, tokens, end)
+            known = self._uncommitted(stream, tokens, end)
+            if not (final and end == len(tokens)):  # U+FFFD may be the start of a character
+                known = known.rstrip(_INCOMPLETE)
             position = stream.stops.find(known)
             if position is not None:
                 return end, (stream.text + known)[: len(stream.text) + position]
             self._commit(stream, tokens, end)  # so that the next window is short
         return None
-
-    def _certain(self, stream: _Stream, tokens: list[int], end: int) -> str:
-        """Returns the certain part of the uncommitted text of tokens[:end].
-
-        U+FFFD at its end may be the start of a character: one U+FFFD per token of a run of byte
-        tokens, which is decoded as a whole, otherwise a single one.
-        """
-        uncommitted = self._uncommitted(stream, tokens, end)
-        complete = uncommitted.rstrip(_INCOMPLETE)
-        if complete == uncommitted:
-            return uncommitted
-        window = reversed(tokens[max(stream.start, 0) : end])
-        run = itertools.takewhile(self._may_continue, window)
-        most = max(1, sum(map(self._is_byte, run)))
-        known = uncommitted[: max(len(complete), len(uncommitted) - most)]
-        if end - stream.committed > _MOST_PENDING:  # then all committed text is known
-            known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
-        return known
 
 
 class TextOffsets:
