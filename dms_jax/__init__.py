@@ -80,7 +80,6 @@ _PLACES = {
     """,
     "evaluation": "evaluate hyperscale",
     "generation": "Conversation Engine Sampling estimate generate score",
-    "model.grouped_query": "to_grouped_query",
     "model.initialization": "initialize",
     "model.language_model": "LanguageModel",
     "sharding": "make_mesh",
