@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from dms_jax.evaluation import evaluate, hyperscale
     from dms_jax.generation import Conversation, Engine, Sampling, estimate, generate, score
-    from dms_jax.model.grouped_query import to_grouped_query
     from dms_jax.model.initialization import initialize
     from dms_jax.model.language_model import LanguageModel
     from dms_jax.policies import *  # noqa: F403
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
         "retrofit",
         "save",
         "score",
-        "to_grouped_query",
         "train",
     ]
     __all__ += policies.__all__
@@ -82,7 +80,6 @@ _PLACES = {
     """,
     "evaluation": "evaluate hyperscale",
     "generation": "Conversation Engine Sampling estimate generate score",
-    "model.grouped_query": "to_grouped_query",
     "model.initialization": "initialize",
     "model.language_model": "LanguageModel",
     "sharding": "make_mesh",

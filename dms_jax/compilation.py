@@ -17,6 +17,7 @@ Programs found there are executed, so let nobody you do not trust write there.
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import logging
 import math
 import os
@@ -31,9 +32,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-from dms_jax.errors import ConfigError
-from dms_jax.terminal import Lines
+from dms_jax.terminal import Lines, console_for_progress, has_bar
 
 SWITCH = "DMS_JAX_COMPILATION_CACHE"
 MOST_BYTES = 8 * 10**9
@@ -41,8 +42,6 @@ MOST_BYTES = 8 * 10**9
 LEAST_SECONDS = 0.2
 # Calls with less compile time are not reported.
 REPORTED_SECONDS = 3.0
-# Shorter compilations are not counted on the terminal.
-COUNTED_SECONDS = 1.0
 
 _logger = logging.getLogger("dms_jax")
 _listening = threading.Event()
@@ -60,31 +59,10 @@ _programs: list[_Program] = []  # of this process
 _lock = threading.Lock()
 _without: list[bool] = []  # for each active `without_jax_cache`, jax's setting before it
 _thread = threading.local()
-_ran: set[int] = set()  # the process ids of this process and its parents that ran jax's programs
-
-
-def check_process() -> None:
-    """Raises ConfigError in a fork of a process that called this; call it before jax's programs.
-
-    jax's threads do not survive a fork, so its programs would hang. If only other code ran jax
-    before the fork, jax itself warns at the fork.
-    """
-    _ran.add(os.getpid())
-    if len(_ran) > 1:
-        raise ConfigError(
-            "This process was forked from one in which jax had run, and jax's programs hang in it. "
-            'Start it anew: multiprocessing.get_context("spawn"), or fork before the first model '
-            "is loaded."
-        )
 
 
 def prepare() -> None:
-    """Prepares jax; call it before the first program is traced.
-
-    Raises:
-      ConfigError: see `check_process`.
-    """
-    check_process()
+    """Prepares jax; call it before the first program is traced."""
     # This import adds a setting on which every program depends. If the first kernel did it, earlier
     # traced programs would compile again.
     importlib.import_module("jax.experimental.pallas.tpu")
@@ -231,51 +209,34 @@ def counted(
 ) -> Iterator[Callable[[], None]]:
     """Yields a function to call, from any thread, whenever one of `total` programs is ready.
 
-    On a terminal, standard error shows the count from the first second until the context ends; a
-    file gets a line every ten seconds.
+    On a terminal, standard error shows the count until the context ends; a file gets a line every
+    ten seconds.
 
     Args:
       total: number of programs, or of other units.
       what: label of the line.
       unit: name of a unit.
     """
-    lines, start, stream, lock = Lines(), time.monotonic(), sys.stderr, threading.Lock()
-    done, written, ended = 0, 0, False
-
-    def show() -> None:
-        nonlocal written
-        line = f"{what}: {done} of {_counted(total, unit)}"
-        stream.write(f"\r{line}")
-        stream.flush()
-        written = len(line)
-
-    def show_none() -> None:
-        with lock:
-            if not (written or ended):
-                show()
+    lines, numbers = Lines(), itertools.count(1)
+    console = console_for_progress(stderr=True)
+    bar = Progress(
+        TextColumn(f"{what}:"),
+        MofNCompleteColumn(),
+        TextColumn(f"{unit}s"),
+        console=console,
+        transient=True,
+        disable=not (total and has_bar(console)),
+    )
+    task = bar.add_task(what, total=total)
 
     def count() -> None:
-        nonlocal done
-        with lock:
-            done += 1
-            if not stream.isatty():
-                lines.write(f"{what}: {done} of {_counted(total, unit)}")
-            elif time.monotonic() - start >= COUNTED_SECONDS:
-                show()
+        done = next(numbers)
+        bar.advance(task)
+        if bar.disable:
+            lines.write(f"{what}: {done} of {_counted(total, unit)}")
 
-    first = threading.Timer(COUNTED_SECONDS, show_none)  # the first may take long to trace
-    first.daemon = True
-    if stream.isatty():
-        first.start()
-    try:
+    with bar:
         yield count
-    finally:
-        first.cancel()
-        with lock:
-            ended = True
-            if written:
-                stream.write(f"\r{' ' * written}\r")
-                stream.flush()
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -12,10 +12,9 @@ A program that depends on anything else is not kept: a policy class of another p
 of several processes. If a source file has changed since the process started, nothing is kept or
 read. Turn the cache off if you replace functions of the library at run time.
 
-Files are written atomically. A file that is damaged, foreign, or cannot be loaded counts as
-missing. Files are pickles (`jax.experimental.serialize_executable`) and executables are code, so
-whoever can write here decides what runs, as in jax's cache. So the directory and each file must
-belong to the user, and nobody else may have write permission.
+Files are written atomically. A file that is damaged or cannot be loaded counts as missing. Files
+are pickles (`jax.experimental.serialize_executable`) and executables are code, so whoever can write
+here decides what runs, as in jax's cache.
 
 They are in a subdirectory of jax's cache (see `compilation`); DMS_JAX_COMPILATION_CACHE=off keeps
 none. Beyond 4 GB the least recently used are deleted.
@@ -33,7 +32,6 @@ import logging
 import os
 import pathlib
 import pickle
-import stat
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -92,20 +90,15 @@ class _UnknownError(Exception):
 
 
 def directory() -> pathlib.Path | None:
-    """Returns the directory of executables; None if they are not kept or others can write it."""
+    """Returns the directory of executables; None if they are not kept."""
     base = compilation.directory()
     if compilation.is_off() or not base or "://" in base or jax.process_count() > 1:
         return None
-    user = os.geteuid() if hasattr(os, "geteuid") else 0
-    place = pathlib.Path(base) / f"executables-{user}"
+    place = pathlib.Path(base) / "executables"
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = place.lstat()
     except OSError as error:
         _logger.info("Executables are not kept: %s", error)
-        return None
-    if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
-        _logger.info("Executables are not kept: %s must be a directory of yours alone.", place)
         return None
     return place
 
@@ -240,12 +233,7 @@ def read(key: str, tree: Any, devices: Iterable[Any]) -> Any:
     if place is None:
         return None
     try:
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-        with open(os.open(place / key, flags), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or not _is_own(found):
-                return None
-            content = file.read()
+        content = (place / key).read_bytes()
     except OSError:
         return None
     head, payload = content[: len(_header(key, b""))], content[len(_header(key, b"")) :]
@@ -301,13 +289,6 @@ def keep(key: str, compiled: Any) -> None:
 
 def _header(key: str, payload: bytes) -> bytes:
     return _FORMAT + key.encode() + hashlib.sha256(payload).hexdigest().encode()
-
-
-def _is_own(found: os.stat_result) -> bool:
-    """Whether a file belongs to the user and only the user may write it."""
-    if not hasattr(os, "geteuid"):  # Windows protects home directories
-        return True
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _delete_oldest(place: pathlib.Path) -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from pallas_kernels.decode.api import OPERATION as DECODE
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.dispatch import Operation, target_gpu
-from pallas_kernels.four_bits import PACKED
 from pallas_kernels.training.api import FORWARD
 from pallas_kernels.training.inputs import Inputs
 
@@ -51,7 +50,7 @@ def serving(
       group: G, query heads per KV head.
       page_size: P.
       dtype: dtype of queries, keys and values.
-      pages_dtype: dtype of the pages if different: float8_e4m3fn, or uint8 for 4 bits.
+      pages_dtype: dtype of the pages if different: float8_e4m3fn.
       platform: "cpu", "cuda" or "tpu"; by default this process's. Without a local GPU, "cuda" means
         an H200.
     """
@@ -62,11 +61,9 @@ def serving(
 
     stored = jnp.dtype(dtype if pages_dtype is None else pages_dtype)
     in_page = (ROWS * COLUMNS, page_size)
-    pages = array(*in_page, head_dim // 2 if stored == PACKED else head_dim, dtype=stored)
+    pages = array(*in_page, head_dim, dtype=stored)
     scales = None
-    if stored == PACKED:
-        scales = array(*in_page, 1, dtype=jnp.bfloat16)
-    elif stored.itemsize == 1:
+    if stored.itemsize == 1:
         scales = array(*in_page, dtype=jnp.float32)
     table, lengths = (array(*shape, dtype=jnp.int32) for shape in ((ROWS, COLUMNS), (ROWS,)))
     rows = Rows(pages, pages, table, lengths, scales, scales)

@@ -4,9 +4,9 @@ A row is one (layer, sequence, KV head). It owns a list of pages of P slots and 
 independently: slot s of row (l, b, k) is pool[page_table[l, b, k, s // P], s % P]. Only the last
 page of a row may be partial, and nothing is padded to the longest row.
 
-An 8-bit or 4-bit pool has scales for each slot's key and value; a 4-bit pool holds them rotated
-(`quantization`, `int4`). If values are in host memory, the pool holds only the values of the first
-pages and, while a program runs, a tail with the values of its own tokens (`host_values`).
+An 8-bit pool has a scale for each slot's key and value (`quantization`). If values are in host
+memory, the pool holds only the values of the first pages and, while a program runs, a tail with the
+values of its own tokens (`host_values`).
 
 On a mesh, rows are split over devices, each device holds the pages of its own rows, and page
 numbers are local to the device.
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dms_jax.cache.format import Format
 from dms_jax.cache.host_values import HostRows, Tail
+from dms_jax.cache.quantization import dequantize, quantize
 from dms_jax.ranking import marked_first
 from dms_jax.sharding import axes
 from pallas_kernels import rotate_and_write, write_pages
@@ -37,32 +37,27 @@ class Pool:
     """Keys and values of every row, by page.
 
     Attributes:
-      k_pages: keys after rotary embedding; two numbers per byte in a 4-bit pool.
+      k_pages: keys after rotary embedding.
       v_pages: values; only of the first pages if the others are in host memory.
-      k_scales, v_scales: scales of each slot if the pool is quantized.
+      k_scales, v_scales: the scale of each slot if the pool is quantized.
       tail: values of the running program's tokens if values are in host memory.
-      format: the storage format; None for unchanged numbers.
     """
 
     k_pages: Shaped[Array, "N P D"] = struct.field(metadata=axes("pages"))
     v_pages: Shaped[Array, "NV P D"] = struct.field(metadata=axes("pages"))
-    k_scales: Float[Array, "N P *g"] | None = struct.field(default=None, metadata=axes("pages"))
-    v_scales: Float[Array, "N P *g"] | None = struct.field(default=None, metadata=axes("pages"))
+    k_scales: Float[Array, "N P"] | None = struct.field(default=None, metadata=axes("pages"))
+    v_scales: Float[Array, "N P"] | None = struct.field(default=None, metadata=axes("pages"))
     tail: Tail | None = None
-    format: Format | None = struct.field(pytree_node=False, default=None)
 
     @property
     def page_size(self) -> int:
         """P, the number of slots per page."""
         return self.k_pages.shape[1]
 
-    def rotate(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-        """Rotates queries into the frame in which the pool stores vectors (`int4`)."""
-        return x if self.format is None else self.format.rotate(x)
-
-    def rotate_back(self, x: Float[Array, "*shape D"], dtype: Any) -> Float[Array, "*shape D"]:
-        """Rotates attention outputs in the frame of the pool's values back."""
-        return x if self.format is None else self.format.rotate_back(x, dtype)
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values are stored in 8 bits."""
+        return self.k_scales is not None
 
     def store(
         self,
@@ -85,11 +80,11 @@ class Pool:
           on_host: (layer, positions of the tokens) if the layer's values are in host memory.
         """
         parts = {"k_pages": k, "v_pages": v}
-        if self.format is not None:
-            parts["k_pages"], parts["k_scales"] = stored_k = self.format.quantize(k)
-            parts["v_pages"], parts["v_scales"] = stored_v = self.format.quantize(v)
-            k = self.format.dequantize(*stored_k, k.dtype)
-            v = self.format.dequantize(*stored_v, v.dtype)
+        if self.is_quantized:
+            parts["k_pages"], parts["k_scales"] = stored_k = quantize(k)
+            parts["v_pages"], parts["v_scales"] = stored_v = quantize(v)
+            k = dequantize(*stored_k, k.dtype)
+            v = dequantize(*stored_v, v.dtype)
         tail = self.tail
         if on_host is not None:
             assert tail is not None
@@ -209,7 +204,7 @@ class Pool:
         They are the pool's arrays or, if it is quantized or its values are in host memory, a copy
         of the rows' pages in the model's dtype, as large as one layer's share of the pool.
         """
-        if self.format is None and host is None:
+        if not self.is_quantized and host is None:
             return self.k_pages, self.v_pages, page_table
         page = page_table.reshape(-1)
         if host is None:
@@ -224,10 +219,9 @@ class Pool:
         self, stored: Array, scales: Array | None, at: Any, dtype: Any
     ) -> Float[Array, "*shape D"]:
         """Returns the dequantized numbers; their scales are `scales[at]`."""
-        if self.format is None:
+        if scales is None:
             return stored
-        assert scales is not None
-        return self.format.dequantize(stored, scales.at[at].get(mode="clip"), dtype)
+        return dequantize(stored, scales.at[at].get(mode="clip"), dtype)
 
 
 @no_type_check  # jax also builds it from shapes and partitions

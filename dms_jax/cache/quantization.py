@@ -1,4 +1,4 @@
-"""Storage formats of keys and values: unchanged, 8 bits, or 4 bits (`int4`).
+"""Keys and values in 8 bits.
 
 8 bits are float8 (e4m3) numbers and one scale per slot:
 
@@ -11,15 +11,12 @@ quantizing x' again gives x'. With three bits of mantissa the error is at most 1
 become the largest number with 4 significant bits (61440).
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dms_jax.cache.format import Format
-from dms_jax.cache.int4 import Int4
 from dms_jax.errors import ConfigError
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -27,54 +24,44 @@ _LARGEST = 448.0  # 0.875 * 2^9
 _LEAST_EXPONENT = -120  # scales stay normal float32 numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class Float8(Format):
-    """A cache of float8 numbers."""
-
-    def quantize(self, x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Array]:
-        """Returns (e4m3 numbers, float32 scale of each slot)."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        # The largest number of x's dtype with the significant bits of an e4m3 number.
-        largest = 1.875 * 2.0 ** (jnp.finfo(x.dtype).maxexp - 1)
-        wide = jnp.where(jnp.isinf(wide), wide, jnp.clip(wide, -largest, largest))
-        mantissa, exponent = jnp.frexp(jnp.abs(wide).max(-1))  # mantissa in [1/2, 1)
-        exponent = exponent - 9 + (mantissa > _LARGEST / 2**9)
-        scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))
-        return (wide / scales[..., None]).astype(FLOAT8), scales
-
-    def dequantize(
-        self, values: Float[Array, "*slots D"], scales: Float[Array, "*slots"], dtype: Any
-    ) -> Float[Array, "*slots D"]:
-        """Returns the dequantized numbers of slots."""
-        wide = jnp.promote_types(dtype, jnp.float32)
-        return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
+KV_DTYPES = ("float8_e4m3",)
 
 
-KV_DTYPES: dict[str, Format] = {"float8_e4m3": Float8(), "int4": Int4()}
+def quantize(x: Float[Array, "*slots D"]) -> tuple[Float[Array, "*slots D"], Array]:
+    """Returns (e4m3 numbers, float32 scale of each slot)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # The largest number of x's dtype with the significant bits of an e4m3 number.
+    largest = 1.875 * 2.0 ** (jnp.finfo(x.dtype).maxexp - 1)
+    wide = jnp.where(jnp.isinf(wide), wide, jnp.clip(wide, -largest, largest))
+    mantissa, exponent = jnp.frexp(jnp.abs(wide).max(-1))  # mantissa in [1/2, 1)
+    exponent = exponent - 9 + (mantissa > _LARGEST / 2**9)
+    scales = jnp.ldexp(jnp.ones((), jnp.float32), jnp.maximum(exponent, _LEAST_EXPONENT))
+    return (wide / scales[..., None]).astype(FLOAT8), scales
 
 
-def format_of(kv_dtype: str | None) -> Format | None:
-    """Returns the storage format of the pool; None for unchanged numbers.
+def dequantize(
+    values: Float[Array, "*slots D"], scales: Float[Array, "*slots"], dtype: Any
+) -> Float[Array, "*slots D"]:
+    """Returns the dequantized numbers of slots."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (values.astype(wide) * scales[..., None].astype(wide)).astype(dtype)
 
-    Raises:
-      ConfigError: the cache does not support that dtype.
-    """
-    if kv_dtype is None:
-        return None
-    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
+
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Raises ConfigError unless the cache supports the dtype; None is the model's own."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_dtype must be None (the model's own) or {' or '.join(map(repr, KV_DTYPES))}, got "
             f"{kv_dtype!r:.80}."
         )
-    return KV_DTYPES[kv_dtype]
 
 
 def stored_vector(head_dim: int, dtype: Any, kv_dtype: str | None) -> tuple[Any, Any]:
-    """Returns the shapes and dtypes of a stored key or value, and of its scales if it has any.
+    """Returns the shapes and dtypes of a stored key or value, and of its scale if it has one.
 
     Raises:
-      ConfigError: see `format_of`.
+      ConfigError: see `check_kv_dtype`.
     """
+    check_kv_dtype(kv_dtype)
     vector = jax.ShapeDtypeStruct((head_dim,), dtype)
-    stored = format_of(kv_dtype)
-    return (vector, None) if stored is None else jax.eval_shape(stored.quantize, vector)
+    return (vector, None) if kv_dtype is None else jax.eval_shape(quantize, vector)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dms_jax import compilation, executables, sharding
+from dms_jax import executables, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import Contents, find_checkpoint, read_checkpoint
 from dms_jax.checkpoint.load_parameters import load_head, load_parameters
@@ -65,7 +65,6 @@ def load(
             was trained on another checkpoint.
         ConfigError: the config is malformed, or describes a model that is not supported exactly.
     """
-    compilation.check_process()
     dtype = _check_dtype(dtype)
     merge = check("load: merge", merge, bool)
     for_training = check("load: for_training", for_training, bool)

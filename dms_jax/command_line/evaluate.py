@@ -123,7 +123,7 @@ class Config(Devices):
     policies: tuple[str, ...] = ()
     """Several policies in place of one, as POLICY,option=value,...; the others are compared with
     the first. Besides the policy's options: model=, adapter= (as --model and --adapter), kv_dtype=
-    (float8_e4m3 or int4) and name= (of its row)."""
+    (float8_e4m3) and name= (of its row)."""
     problems: int | None = CALL["problems"]
     """Problems to answer; by default all of a file, and 200 of generated ones."""
     chains: int = CALL["chains"]

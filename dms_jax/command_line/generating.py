@@ -61,8 +61,8 @@ class Generating(Devices):
     """Tokens of a page of the cache; 16 for Quest as published."""
     chunk: int = CALL["chunk"]
     """Decode steps between two updates of the text."""
-    kv_dtype: Literal["float8_e4m3", "int4"] | None = CALL["kv_dtype"]
-    """Type of the cache, if not that of the weights: float8_e4m3, or int4."""
+    kv_dtype: Literal["float8_e4m3"] | None = CALL["kv_dtype"]
+    """Type of the cache, if not that of the weights: float8_e4m3."""
     template: tuple[str, ...] = ()
     """Variables of the chat template, as name=value (enable_thinking=false for Qwen3)."""
 

@@ -28,8 +28,7 @@ class Serving(Options):
       chunk: decode steps of a compiled program; finished requests leave their lanes after it.
       page_size: slots per page; 16 for Quest as published.
       prefill_chunk: prompt tokens of a sequence per compiled program.
-      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits, "int4" for 4; None for the
-        model's type.
+      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits; None for the model's type.
     """
 
     lanes: CountOnDevice = 1024

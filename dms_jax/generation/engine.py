@@ -39,7 +39,7 @@ import numpy as np
 from flax import nnx
 
 from dms_jax import compilation
-from dms_jax.cache.quantization import KV_DTYPES, format_of
+from dms_jax.cache.quantization import KV_DTYPES, check_kv_dtype
 from dms_jax.checks import (
     Count,
     CountOnDevice,
@@ -124,8 +124,7 @@ class EngineOptions(Options):
         which bounds the pause of an answer.
       table_width: pages per row in the compiled page table. None lets it grow to 16, 64, 256, ...
         pages, up to what `max_tokens` need, with one compilation for each width.
-      kv_dtype: "float8_e4m3" stores keys and values in 8 bits, "int4" in 4 (an experiment; read
-        by XLA alone); None uses the model's dtype.
+      kv_dtype: "float8_e4m3" stores keys and values in 8 bits; None uses the model's dtype.
       prefix_cache: bytes of host memory for cached prefixes (`dms_jax.generation.prefixes`), in
         addition to the free pages of the pool; 0 for the pool alone. None keeps no prefix between
         calls: a shared prefix is prefilled once only among the requests of one list.
@@ -144,7 +143,7 @@ class EngineOptions(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        format_of(self.kv_dtype)
+        check_kv_dtype(self.kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -585,7 +584,6 @@ class Engine:
         and add more through `source.incoming`. Requests that have not ended when the context closes
         stay as they are. Raises as `serve` does.
         """
-        compilation.check_process()
         requests, sampling = list(source.requests), source.sampling
         check_stop(self.model, sampling)
         for adapter in {each.adapter for each in requests}:
@@ -690,7 +688,6 @@ class Engine:
         Raises:
           BusyError: it is serving a call.
         """
-        compilation.check_process()
         with unless_busy(self._lock, "The engine"), self.runner.working():
             in_flight = InFlight(self.runner, self.end_tokens)
             sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}

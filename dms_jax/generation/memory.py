@@ -78,7 +78,7 @@ def estimate(
       batch: number of sequences; None for as many as fit.
       page_size: slots per page.
       dtype: floating-point type of parameters and cache.
-      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits, "int4" for 4.
+      kv_dtype: "float8_e4m3" for a cache of keys and values in 8 bits.
 
     Raises:
       ConfigError: if an argument is not valid.

@@ -20,7 +20,6 @@ do not interrupt it). The work per token does not grow with the length of the te
 
 import codecs
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,83 +38,34 @@ class StopStrings:
         stop strings  "two thread", "three"
         text          "one two thre"     its last 8 characters may become the first, 4 the second
 
-    Strings are matched as Knuth, Morris and Pratt do ("Fast pattern matching in strings", 1977), so
-    the work follows the text, however long the strings are.
-
     Args:
       strings: the strings, none of them empty.
     """
 
     def __init__(self, strings: Sequence[str]):
-        self._strings = [_Matcher(each) for each in strings]
-        self._matched = [0] * len(strings)
+        self._strings = tuple(strings)
+        self._end = ""  # of the text, one character shorter than the longest string
 
     @property
     def held(self) -> int:
         """The most characters at the end of the text that may become a stop string."""
-        return max(self._matched, default=0)
+        lengths = ((each, n) for each in self._strings for n in range(len(each)))
+        return max((n for each, n in lengths if self._end.endswith(each[:n])), default=0)
 
     def find(self, more: str) -> int | None:
         """Returns where the first stop string would begin if `more` were appended, or None.
 
         The position counts from the start of `more`, and is negative before it.
         """
-        found = []
-        for matcher, matched in zip(self._strings, self._matched, strict=True):
-            matched, end = matcher.match(matched, more)
-            if matched == len(matcher.string):
-                found.append(end - matched)
-        return min(found, default=None)
+        text = self._end + more
+        found = (place for each in self._strings if (place := text.find(each)) >= 0)
+        place = min(found, default=None)
+        return None if place is None else place - len(self._end)
 
     def add(self, more: str) -> None:
         """Appends text that completes no stop string."""
-        self._matched = [
-            matcher.match(matched, more)[0]
-            for matcher, matched in zip(self._strings, self._matched, strict=True)
-        ]
-
-
-class _Matcher:
-    """One string, with its failure function: the longest proper prefix that each prefix ends with.
-
-    # In: "abab"  Out: 0 for "a" and "ab", 1 for "aba", 2 for "abab"
-    """
-
-    def __init__(self, string: str):
-        self.string = string
-        self._shorter = [0, 0]  # by matched length; extended on demand
-
-    def match(self, matched: int, text: str) -> tuple[int, int]:
-        """Returns the matched length at the end of the text, or where the string is complete.
-
-        The second result is the position after the string, or the length of the text.
-
-        Args:
-          matched: length that is matched before the text, less than the whole string.
-          text: the text.
-        """
-        string, at = self.string, 0
-        while at < len(text):
-            if not matched:
-                at = text.find(string[0], at)
-                if at < 0:
-                    return 0, len(text)
-            while matched and text[at] != string[matched]:
-                matched = self._shorter_than(matched)
-            matched += text[at] == string[matched]
-            at += 1
-            if matched == len(string):
-                break
-        return matched, at
-
-    def _shorter_than(self, length: int) -> int:
-        shorter, string = self._shorter, self.string
-        while len(shorter) <= length:
-            last, known = string[len(shorter) - 1], shorter[-1]
-            while known and string[known] != last:
-                known = shorter[known]
-            shorter.append(known + (string[known] == last))
-        return shorter[length]
+        text, longest = self._end + more, max(map(len, self._strings), default=1)
+        self._end = text[max(len(text) - longest + 1, 0) :]
 
 
 @dataclasses.dataclass
@@ -340,39 +290,19 @@ class TextTracker:
         `final` no more tokens come, so an incomplete character stays incomplete.
         """
         uncommitted = self._uncommitted(stream, tokens, len(tokens))
-        # A stop string may appear and vanish while a character is incomplete. With many pending
-        # tokens, the committed text depends on where it is checked.
-        few = len(tokens) - stream.committed <= _MOST_PENDING
-        if few and _INCOMPLETE not in uncommitted and stream.stops.find(uncommitted) is None:
+        # A stop string may appear and vanish while a character is incomplete.
+        if _INCOMPLETE not in uncommitted and stream.stops.find(uncommitted) is None:
             return None
         first = min(stream.seen + 1, len(tokens)) if final else stream.seen + 1
         for end in range(first, len(tokens) + 1):
-            known = self._certain(stream, tokens, end)
-            if final and end == len(tokens):
-                known = self._uncommitted(stream, tokens, end)
+            known = self._uncommitted(stream, tokens, end)
+            if not (final and end == len(tokens)):  # U+FFFD may be the start of a character
+                known = known.rstrip(_INCOMPLETE)
             position = stream.stops.find(known)
             if position is not None:
                 return end, (stream.text + known)[: len(stream.text) + position]
             self._commit(stream, tokens, end)  # so that the next window is short
         return None
-
-    def _certain(self, stream: _Stream, tokens: list[int], end: int) -> str:
-        """Returns the certain part of the uncommitted text of tokens[:end].
-
-        U+FFFD at its end may be the start of a character: one U+FFFD per token of a run of byte
-        tokens, which is decoded as a whole, otherwise a single one.
-        """
-        uncommitted = self._uncommitted(stream, tokens, end)
-        complete = uncommitted.rstrip(_INCOMPLETE)
-        if complete == uncommitted:
-            return uncommitted
-        window = reversed(tokens[max(stream.start, 0) : end])
-        run = itertools.takewhile(self._may_continue, window)
-        most = max(1, sum(map(self._is_byte, run)))
-        known = uncommitted[: max(len(complete), len(uncommitted) - most)]
-        if end - stream.committed > _MOST_PENDING:  # then all committed text is known
-            known = max(known, self._last_complete(stream, tokens, end)[1], key=len)
-        return known
 
 
 class TextOffsets:

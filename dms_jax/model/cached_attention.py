@@ -166,7 +166,7 @@ def _write(
         state, merged = policy.merge(cache.state, chunk)
         state, placement = policy.write(state, chunk)
         pool, tokens = cache.pool, merged.tokens
-        if step and host is None and pool.format is None:
+        if step and host is None and not pool.is_quantized:
             group = tokens.q.shape[2] // tokens.k.shape[2]
             pool, q = pool.rotate_and_store(
                 chunk.page_table,
@@ -257,7 +257,7 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
             out, reads = attend_to_fetched(cache.pool, q[:, 0], chunk, reading, host)
         else:
             result: Any = decode_attention(
-                cache.pool.rotate(q).reshape(lengths.size, -1, q.shape[-1]),
+                q.reshape(lengths.size, -1, q.shape[-1]),
                 cache.pool.k_pages,
                 cache.pool.v_pages,
                 reading.page_table.reshape(lengths.size, -1),
@@ -278,7 +278,6 @@ def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None
                 weights = weights.reshape(*placement.lengths.shape, -1, scores.shape[-1])
             else:
                 out = result
-            out = cache.pool.rotate_back(out, q.dtype)
             if reads is None and reading.lengths is not placement.lengths:
                 reads = reading.lengths.sum(-1, dtype=jnp.int32)
     return Attended(

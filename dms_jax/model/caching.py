@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
-from dms_jax.cache.quantization import format_of, stored_vector
+from dms_jax.cache.quantization import stored_vector
 from dms_jax.config import ModelConfig
 from dms_jax.model.layer_loop import ByCache, check_layers, roles, window_policy
 from dms_jax.policies.base import Policy
@@ -41,7 +41,7 @@ def init_cache(
       page_size: slots per page (P).
       table_width: number of pages that a row can address (M).
       dtype: floating-point type of keys, values and the policy's state.
-      kv_dtype: "float8_e4m3" for keys and values in 8 bits, "int4" for 4, with their scales.
+      kv_dtype: "float8_e4m3" for keys and values in 8 bits, with their scales.
       value_pages: number of pages, from the first, whose values are on the device; None for all.
 
     Raises:
@@ -68,7 +68,6 @@ def init_cache(
             v_pages=zeros(vector, num_pages if value_pages is None else value_pages),
             k_scales=zeros(scales, num_pages),
             v_scales=zeros(scales, num_pages),
-            format=format_of(kv_dtype),
         ),
         page_table=jnp.full((*rows, table_width), num_pages, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dms_jax.cache import Pool
 from dms_jax.cache.host_values import HostRows
@@ -45,7 +45,7 @@ def attend_to_fetched(
     # The kernel attends to keys and values. With the keys passed as both, it reads only keys from
     # memory (the second read of a tile hits the cache).
     _, lse, scores = decode_attention(
-        pool.rotate(q).reshape(num_rows, -1, head_dim),
+        q.reshape(num_rows, -1, head_dim),
         pool.k_pages,
         pool.k_pages,
         table,
@@ -62,10 +62,10 @@ def attend_to_fetched(
     if fetch.counts is None:
         count = min(fetch.top, scores.shape[-1])
         slots, best = _select(scores, count)
-        weights = _weights(best, lse, best > -jnp.inf, renormalize=fetch.renormalize)
-        slots = jnp.where(best > -jnp.inf, slots, 0)
-        values = _values(pool, chunk, page_table, slots, host, q.dtype)
-        values = jnp.where(best[..., None] > -jnp.inf, values, 0).astype(scores.dtype)
+        chosen = best > -jnp.inf
+        weights = jnp.exp(jnp.where(chosen, best - lse[..., None], -jnp.inf))
+        values = _values(pool, chunk, page_table, jnp.where(chosen, slots, 0), host, q.dtype)
+        values = jnp.where(chosen[..., None], values, 0).astype(scores.dtype)
         out = jnp.einsum("rgn,rgnd->rgd", weights, values)
     else:
         assert host is None  # KCache refuses a ratio with values in host memory
@@ -135,7 +135,7 @@ def _attend_whole_rows(
     def attend(row):
         scores, lse, count, table = row
         chosen = mark_largest(scores, jnp.broadcast_to(count, group)) & (scores > -jnp.inf)
-        weights = _weights(scores, lse, chosen, renormalize=fetch.renormalize)
+        weights = jnp.exp(jnp.where(chosen, scores - lse[..., None], -jnp.inf))
         values = pool.values(table[slots // pool.page_size], slots % pool.page_size, q.dtype)
         values = jnp.where(chosen.any(0)[:, None], values, 0).astype(scores.dtype)
         return jnp.einsum("gn,nd->gd", weights, values, precision=jax.lax.Precision.HIGHEST)
@@ -144,18 +144,3 @@ def _attend_whole_rows(
     rows = scores, lse, counts, page_table.reshape(num_rows, -1)
     together = max(1, MOST_NUMBERS // (num_slots * q.shape[-1]))
     return jax.lax.map(attend, rows, batch_size=together)
-
-
-def _weights(
-    scores: Float[Array, "*rows n"],
-    lse: Float[Array, "*rows"],
-    chosen: Bool[Array, "*rows n"],
-    *,
-    renormalize: bool,
-) -> Float[Array, "*rows n"]:
-    """Returns the attention weights of selected values, and zeros for others."""
-    weights = jnp.exp(jnp.where(chosen, scores - lse[..., None], -jnp.inf))
-    if not renormalize:
-        return weights
-    total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1)

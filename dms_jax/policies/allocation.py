@@ -3,17 +3,10 @@
 AdaKV (Feng et al., arXiv 2407.11550) ranks the tokens of all KV heads of a layer together: the
 layer keeps K * budget tokens in any heads, with a part of the budget guaranteed to each head. Rows
 of a layer then differ in length, which costs nothing here, because a row owns only the pages that
-it needs. The guarantee differs between kvpress (the default here) and the authors' code
-(github.com/FFY0/AdaKV). With w tokens that a scorer always keeps and a budget b:
-
-    rule="kvpress"    a head's floor(alpha b) best, before the others compete for the rest
-    rule="published"  w + round((1 - alpha) won + floor(alpha (b - w))) tokens of a head, where it
-                      won that number of the K (b - w) places beside the w
-
-The w tokens score highest, so they use up kvpress's guarantee if alpha b <= w: with SnapKV's window
-of 64 and alpha 0.2 nothing more is guaranteed up to a budget of 320. The authors' code rounds
-budgets per head, which may exceed a layer's budget by K / 2 tokens. It ranks query heads; here, as
-in kvpress, KV heads are scored.
+it needs. As in kvpress, the floor(alpha b) best tokens of a head stay before the others compete for
+the rest, and KV heads are scored, not query heads. The tokens that a scorer always keeps score
+highest and use up that guarantee: with SnapKV's window of 64 and alpha 0.2 nothing more is
+guaranteed up to a budget of 320.
 
 PyramidKV (Cai et al., arXiv 2406.02069) gives early layers more than late ones. Without the w
 tokens that a scorer always keeps, a budget b leaves b - w; with
@@ -23,16 +16,13 @@ tokens that a scorer always keeps, a budget b leaves b - w; with
 
 the mean over layers is at most b (the published code rounds the slope down instead, and keeps a
 little more). If fewer tokens were seen than an early layer's budget, a part of the budget is
-unused: 6% with b = 2048 and 3,000 tokens in 32 layers. By default it stays unused. With
-`redistribute` it goes to the later layers, as in the authors' code: high is then at most (tokens
-seen) - w, but at least b - w, and low = 2 (b - w) - high. (KVCache-Factory then gives all layers
-equal budgets up to 2 (b - w) tokens.)
+unused: 6% with b = 2048 and 3,000 tokens in 32 layers.
 
 The two compose: AdaKV(PyramidKV(SnapKV(budget=512))).
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -125,13 +115,11 @@ class AdaKV(Allocation):
 
     Attributes:
       scorer: the policy whose scores are compared across heads.
-      alpha: fraction of the budget guaranteed to each head.
-      rule: what alpha is a fraction of: "kvpress" the whole budget, including the tokens that the
-        scorer always keeps; "published" the budget without them, as in the authors' code.
+      alpha: fraction of the budget guaranteed to each head, including the tokens that the scorer
+        always keeps.
     """
 
     alpha: Annotated[Share, Traced(float)] = 0.2
-    rule: Literal["kvpress", "published"] = "kvpress"
 
     def footprint(self, tokens, **options) -> Footprint:
         """Returns the scorer's footprint without a bound: one head may take most of its layer's."""
@@ -139,19 +127,9 @@ class AdaKV(Allocation):
 
     def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
         """Keeps each head's guaranteed tokens, and the highest scores of all heads together."""
-        if self.rule == "published":
-            beside = jnp.maximum(budget - self.protected, 0)
-            competing = jnp.where(scores == jnp.inf, -jnp.inf, scores)
-            won = self._highest_of_all_heads(competing, beside, chunk) & (competing > -jnp.inf)
-            sizes = (1 - self.alpha) * won.sum(-1) + self._part(beside)
-            return highest(scores, jnp.round(sizes).astype(jnp.int32) + self.protected)
-        own = self._part(budget)
+        own = jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
         scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)
         return self._highest_of_all_heads(scores, budget, chunk)
-
-    def _part(self, budget: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
-        """Returns alpha of a budget, rounded down."""
-        return jnp.floor(self.alpha * budget * (1 + 1e-6)).astype(jnp.int32)
 
     def _highest_of_all_heads(
         self, scores: Float[Array, "B K S"], budget: Int[Array, "B 1"], chunk: Chunk
@@ -178,11 +156,9 @@ class PyramidKV(Allocation):
     Attributes:
       scorer: the policy whose budget is distributed over the layers.
       beta: the last layer gets 1 / beta of the budget; higher is steeper.
-      redistribute: whether later layers get the budget that early ones cannot use on a short text.
     """
 
     beta: Annotated[CountOnDevice, Traced(int)] = 20
-    redistribute: bool = False
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Returns a budget that falls linearly with the layer's index."""
@@ -192,10 +168,6 @@ class PyramidKV(Allocation):
         beside = budget - self.protected
         low = beside // self.beta
         high = 2 * beside - low
-        if self.redistribute:
-            seen = (chunk.newest + 1)[:, None] - self.protected
-            high = jnp.minimum(high, jnp.maximum(seen, beside))
-            low = 2 * beside - high
         fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))
         return jnp.maximum(self.protected + high - fall, 1)
 

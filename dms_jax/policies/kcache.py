@@ -5,9 +5,9 @@ largest weights:
 
     S = softmax(q K^T / sqrt(D))      A = sum over the N largest of S_j V_j          (section 3.1)
 
-The weights are not renormalised after the selection, so they sum to a little less than one;
-`renormalize=True` divides by their sum. Each query head fetches its own N values. The prompt gets
-full attention, and so do the first `first_layers` layers, whose values stay on the device.
+The weights are not renormalised after the selection, so they sum to a little less than one. Each
+query head fetches its own N values. The prompt gets full attention, and so do the first
+`first_layers` layers, whose values stay on the device.
 
 Half of the memory of the other layers moves to the host; none is freed, and every key is read.
 With G = H / K query heads per KV head, S tokens, and S and D far above 1, reading is saved if
@@ -40,7 +40,6 @@ class KCache(SelectiveReading):
       compression_ratio: if given, N is (prompt + longest answer) / compression_ratio for each
         request instead. This needs values="device": fetches from the host have a fixed size.
       first_layers: number of first layers whose values stay on the device and are all read.
-      renormalize: whether the weights of the fetched values are scaled to sum to one.
       values: memory of the other layers' values. "device" saves no memory; it is for meshes, which
         do not support "host", and for measuring the effect of the selection alone.
       over: the policy that decides which tokens the cache holds.
@@ -49,7 +48,6 @@ class KCache(SelectiveReading):
     top: Count = 128
     compression_ratio: BudgetRatio = dataclasses.field(default=None, kw_only=True)
     first_layers: Whole = 2
-    renormalize: bool = False
     values: Literal["host", "device"] = "host"
 
     def __post_init__(self):
@@ -89,8 +87,8 @@ class KCache(SelectiveReading):
     def read(self, state, q, chunk: Chunk, placement: Placement) -> Reading:
         """Reads every key, and fetches the values of the largest weights."""
         if self.compression_ratio is None:
-            fetch = Fetch(self.top, renormalize=self.renormalize)
+            fetch = Fetch(self.top)
         else:  # at most the tokens of the row
             counts = jnp.maximum(shares(chunk, self.compression_ratio), 1)
-            fetch = Fetch(LONGEST, counts, self.renormalize)
+            fetch = Fetch(LONGEST, counts)
         return dataclasses.replace(super().read(state, q, chunk, placement), fetch=fetch)

@@ -27,7 +27,7 @@ head.
 import dataclasses
 import functools
 import pathlib
-from typing import Annotated, Any, Literal, no_type_check
+from typing import Annotated, Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +87,11 @@ class TriAttention(AnswerEviction):
       budget, compression_ratio, interval: see `AnswerEviction`.
       statistics: file of the centres; None for those of the sequence's own queries.
       counts_prompt: whether the prompt counts towards the `budget` tokens at which rows are cut.
-      normalize: whether each query head's scores are standardized over the evictable tokens.
-      reduction: how the scores of a group's query heads are combined.
       furthest: upper bound on the distances d, which are powers of two.
     """
 
     statistics: Annotated[str | None, Traced(Statistics.of, Statistics.file)] = None
     counts_prompt: bool = False
-    normalize: bool = False
-    reduction: Literal["max", "mean"] = "max"
     furthest: Annotated[int, Range(1, FURTHEST)] = FURTHEST
 
     def init_own(self, shape: CacheShape) -> Any:
@@ -134,7 +130,7 @@ class TriAttention(AnswerEviction):
         return full & (prompt < budget) & ((chunk.newest + 1) % self.interval == 0)
 
     def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """Returns the combined scores of a group, one query head at a time; +inf for the prompt."""
+        """Returns the largest scores of a group, one query head at a time; +inf for the prompt."""
         wide = jnp.promote_types(rows.k.dtype, jnp.float32)
         keys = rows.k.astype(wide)
         lengths = jnp.hypot(*_planes(keys))  # [B, K, S, half], with the factor s
@@ -147,13 +143,11 @@ class TriAttention(AnswerEviction):
             turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
             spread = factor * (centre.norm - jnp.hypot(low, high))
             score = jnp.einsum("BKD,BKSD->BKS", turned, keys)
-            score += jnp.einsum("BKF,BKSF->BKS", spread, lengths)
-            return _standard(score, may_go) if self.normalize else score
+            return score + jnp.einsum("BKF,BKSF->BKS", spread, lengths)
 
         by_head = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), centres)
         scores = jax.lax.map(of_head, by_head)
-        joined = scores.max(0) if self.reduction == "max" else scores.mean(0)
-        return jnp.where(may_go, joined, jnp.inf)
+        return jnp.where(may_go, scores.max(0), jnp.inf)
 
     def _centres(self, own: Any, chunk: Chunk, num_kv_heads: int, dtype: Any) -> Centres:
         """Returns the centres of the layer's query heads; from a file without a sequence axis."""
@@ -200,14 +194,6 @@ def _planes(x: Float[Array, "... D"]) -> tuple[Array, Array]:
     """Returns the two coordinates of each plane."""
     low, high = jnp.split(x, 2, axis=-1)
     return low, high
-
-
-def _standard(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Array:
-    """Standardizes scores by the mean and deviation of a subset."""
-    count = jnp.maximum(among.sum(-1, keepdims=True), 1)
-    mean = jnp.where(among, score, 0).sum(-1, keepdims=True) / count
-    squares = jnp.where(among, (score - mean) ** 2, 0).sum(-1, keepdims=True) / count
-    return (score - mean) / jnp.maximum(jnp.sqrt(squares), 1e-6)
 
 
 def _changed(path: str) -> tuple[int, int] | None:

@@ -198,12 +198,10 @@ class Fetch:
     Attributes:
       top: the most values that a query head fetches, unless `counts` is given.
       counts: that number per sequence, if it differs between sequences.
-      renormalize: whether the weights of the fetched values are scaled to sum to one.
     """
 
     top: int
     counts: Int[Array, "B 1"] | None = None
-    renormalize: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ Both return a model and can save it.
 
 import dataclasses
 import os
+import warnings
 from typing import Any, Unpack
 
 import jax
@@ -19,17 +20,18 @@ from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.sources import fingerprint
 from dms_jax.data.tokenization import keep_encodable
-from dms_jax.devices import fits_device
+from dms_jax.devices import fits_device, out_of_memory
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
+from dms_jax.model.language_model import PACKAGE, LanguageModel, check_model, use_mesh
 from dms_jax.model.layer_loop import check_layers
 from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
-from dms_jax.training.out_of_memory import LESS_MEMORY, placed
+from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.recipes import recommended
+from dms_jax.training.remat import LESS_MEMORY
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
@@ -195,10 +197,32 @@ def train(
                 save(result, policy, path, adapter_only=run.adapter_only)
                 directory.checkpoints.wait()  # holds the moments until they are written
             del trainer  # frees the moments, before whole matrices are placed on the devices
-            return placed(result)
+            return _placed(result)
     finally:
         if directory is not None:
             directory.close()
+
+
+def _placed(model: LanguageModel) -> LanguageModel:
+    """Returns a trained model placed for decoding, or unchanged if that takes too much memory.
+
+    Decoding splits no matrix over `data`, so a model trained over many devices may not fit. Several
+    processes would have to agree on the fallback, so with them the error is raised.
+    """
+    try:
+        result = model.place()
+        jax.block_until_ready(parameters(result.transformer))
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error) or processes.several():
+            raise
+        warnings.warn(
+            "The trained model does not fit the devices as it is placed for decoding; it is "
+            "returned split over the devices as for training. What is saved is whole: load it over "
+            "a mesh with more shards of `model` to generate.",
+            skip_file_prefixes=(PACKAGE,),
+        )
+        return model
+    return result
 
 
 def _resume(trainer: Trainer, source: Any, directory: RunDirectory) -> None:

@@ -30,9 +30,8 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Returns the mean loss of each part of the data, in nats per token.
 
-    The loss is the negative log-likelihood of the next token or, with a teacher, KL(model
-
-    teacher) at the same positions.
+    The loss is the negative log-likelihood of the next token or, with a teacher, the divergence
+    KL(model || teacher) at the same positions.
 
     Args:
       model: the model to measure.

@@ -28,9 +28,9 @@ from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.display import TRAINED, duration, short
 from dms_jax.training.flops import attention_operations, layer_parameters, token_operations
 from dms_jax.training.machines import Machine, find_machine
-from dms_jax.training.out_of_memory import LESS_MEMORY
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.remat import LESS_MEMORY
 from dms_jax.training.shards import check_split
 
 _SHARE_OF_PEAK = 0.5

@@ -18,6 +18,12 @@ from dms_jax.model.rematerialisation import Remat
 from dms_jax.training.recipe import Recipe
 
 SHARE_OF_MEMORY = 0.6
+LESS_MEMORY = (
+    "These take less memory: `micro_batch_size=1`; `remat='everything'`; `trainable='adapter'` or "
+    "'low_rank', without moments of frozen weights; a shorter `sequence_length`; more devices, "
+    "along 'data', or along 'sequence' (make_mesh(..., sequence=2), --sequence-shards 2) for "
+    "long sequences."
+)
 
 
 def kept_bytes(

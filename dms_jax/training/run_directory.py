@@ -210,20 +210,10 @@ class RunDirectory:
         return path.open("a", encoding="utf-8")
 
     def _logged(self, next_step: int) -> list[dict[str, Any]]:
-        """Returns the records of the log before `next_step`, without broken lines.
-
-        Raises:
-          CheckpointError: the log cannot be read.
-        """
+        """Returns the records of the log before `next_step`, without broken lines."""
         path = self.path / "log.jsonl"
         kept = []
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        except OSError as error:
-            raise CheckpointError(
-                f"The log {path} cannot be read: {error.strerror or error}. Move it away, or give "
-                "another `out`."
-            ) from error
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         for line in text.splitlines():
             try:
                 record = json.loads(line)

@@ -16,13 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from dms_jax import compilation, processes, sharding
 from dms_jax.data.batches import Batch
-from dms_jax.devices import data_sheet, out_of_memory
+from dms_jax.devices import data_sheet
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 from dms_jax.training.flops import layer_parameters, peak_operations, token_operations
-from dms_jax.training.out_of_memory import smaller, warn_of_fallback
 from dms_jax.training.parameters import (
     Parameters,
     add_adapter,
@@ -114,15 +113,12 @@ class Trainer:
         self._skeleton = dataclasses.replace(
             model, transformer=jax.eval_shape(lambda: student), policy=policy, mesh=mesh
         )
-        # Several processes would have to agree on a new program.
-        self._may_keep_less = recipe.remat == "auto" and not processes.several()
         self._layer_parameters = layer_parameters(self._program.parameters, model.config.experts)
         self._peak = peak_operations(mesh)
         self._frozen_layers = recipe.trained_for(policy) != "all"
         self._has_teacher = recipe.loss == "distillation"
         self._optimizer = make_optimizer(recipe)
         self._state: TrainState | None = None
-        self._fitting: set[tuple[str, int]] = set()  # programs that have run once
         self._step = self._program.jit()
 
     @property
@@ -183,37 +179,8 @@ class Trainer:
           progress: the settings of the step.
         """
         inputs = self._inputs(batches, progress)
-        if not self._may_keep_less or (progress.stage.kind, len(batches)) in self._fitting:
-            self.state, metrics = self._step(self.state, self._constants, *inputs)
-            return metrics
-        while True:
-            try:
-                # Devices may run out of memory only during execution.
-                state, metrics = jax.block_until_ready(
-                    self._step(self.state, self._constants, *inputs)
-                )
-            except jax.errors.JaxRuntimeError as error:
-                self._keep_less(error)
-            else:
-                self.state = state
-                self._fitting.add((progress.stage.kind, len(batches)))
-                return metrics
-
-    def _keep_less(self, error: jax.errors.JaxRuntimeError) -> None:
-        """After running out of memory, switches to a step that keeps less for the backward pass.
-
-        Raises:
-          JaxRuntimeError: the error has another cause, no step keeps less, or the state was
-            donated.
-        """
-        assert self.recipe.remat != "auto"
-        after = smaller(self.recipe.remat)
-        gone = any(x.is_deleted() for x in jax.tree.leaves(self.state))
-        if after is None or gone or not out_of_memory(error):
-            raise error
-        warn_of_fallback(self.recipe.remat, after)
-        self._program.recipe = dataclasses.replace(self.recipe, remat=after)
-        self._step = self._program.jit()
+        self.state, metrics = self._step(self.state, self._constants, *inputs)
+        return metrics
 
     def step_bytes(self, batches: list[Batch], progress: Progress) -> int | None:
         """Returns the compiler's estimate of a device's bytes for a step; None if unknown."""

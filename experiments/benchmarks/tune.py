@@ -27,7 +27,7 @@ import numpy as np
 
 from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder, write_json
-from dms_jax.command_line.running import command, run
+from dms_jax.command_line.running import run
 from experiments.benchmarks.timing import (
     chain_of,
     draw_pools,
@@ -255,12 +255,12 @@ def save_settings(folder: pathlib.Path, kernel: str, entry: dict[str, Any]) -> N
     Args:
       folder: the folder with the files of all devices.
       kernel: "operation/implementation".
-      entry: see `pallas_kernels.tuned`.
+      entry: see `pallas_kernels.tuned`; the settings tried are printed, not kept.
     """
     path = folder / tuned.file_name(jax.devices()[0].device_kind)
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
     entries = {json.dumps(e["when"]): e for e in report["kernels"].get(kernel, [])}
-    entries[json.dumps(entry["when"])] = entry | {"command": command(without=("--out",))}
+    entries[json.dumps(entry["when"])] = {name: entry[name] for name in ("when", "use")}
     # The first applicable entry is taken, so entries for little work come first.
     report["kernels"][kernel] = sorted(entries.values(), key=lambda e: "small" not in e["when"])
     write_json(path, report | environment())

@@ -47,8 +47,8 @@ def decode_attention(
     scale: float,
     return_lse: bool = False,
     return_scores: bool = False,
-    k_scales: Float[Array, "N P *g"] | None = None,
-    v_scales: Float[Array, "N P *g"] | None = None,
+    k_scales: Float[Array, "N P"] | None = None,
+    v_scales: Float[Array, "N P"] | None = None,
     plan: DecodePlan | None = None,
     sinks: Float[Array, "R G"] | None = None,
     soft_cap: float | None = None,
@@ -70,10 +70,8 @@ def decode_attention(
         -inf for a row of length 0.
       return_scores: also return the scaled scores before the softmax, one per logical slot, -inf
         at unread slots. The attention weights are `exp(scores - lse)`.
-      k_scales: with float8 (e4m3) pages, the factor of each slot's key. With 4-bit pages (uint8 [N,
-        P, D / 2], packed by `four_bits`) [N, P, D / g]: one factor per g numbers of a key. Only
-        "xla" reads 4 bits. Dequantized numbers must lie within q's dtype, to which most
-        implementations round them.
+      k_scales: with float8 (e4m3) pages, the factor of each slot's key. Dequantized numbers must
+        lie within q's dtype, to which most implementations round them.
       v_scales: the same for values; positive, and on Hopper at least 2^-100.
       plan: the plan from `decode_plan` for these lengths (index a plan of several layers by layer
         first); None computes it here. Ignored on platforms whose kernel needs no plan.
@@ -164,7 +162,7 @@ def _check(q, rows: Rows, scale) -> None:
         fail(f"pages of k_pages {k_pages.shape} and v_pages {v_pages.shape} must have one shape")
     if k_pages.dtype != v_pages.dtype:
         fail(f"k_pages {k_pages.dtype} and v_pages {v_pages.dtype} must have one dtype")
-    if q.shape[2] != k_pages.shape[2] * (1 + rows.in_four_bits):
+    if q.shape[2] != k_pages.shape[2]:
         fail(f"head dim of q {q.shape} and of k_pages {k_pages.shape} must be the same")
     if not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
         fail(
@@ -183,22 +181,11 @@ def _check(q, rows: Rows, scale) -> None:
             if (scales := values[name]) is None or scales.shape != k_pages.shape[:2]:
                 got = None if scales is None else scales.shape
                 fail(f"float8 pages need {name} of shape {k_pages.shape[:2]}, got {got}")
-    elif rows.in_four_bits:
-        for name in ("k_scales", "v_scales"):
-            shape = () if (scales := values[name]) is None else scales.shape
-            *slots, groups = shape or (0,)
-            if tuple(slots) != k_pages.shape[:2] or not groups or q.shape[2] % groups:
-                fail(
-                    f"4 bits need {name} [N, P, D / g] beside {k_pages.shape}, got {shape or None}"
-                )
     else:
         if k_pages.dtype != q.dtype:
-            fail(
-                f"q {q.dtype} and pages {k_pages.dtype} must have one dtype, or float8 pages, or "
-                "uint8 pages of 4 bits"
-            )
+            fail(f"q {q.dtype} and pages {k_pages.dtype} must have one dtype, or float8 pages")
         if rows.k_scales is not None or rows.v_scales is not None:
-            fail(f"scales belong to float8 pages and 4 bits, these are {k_pages.dtype}")
+            fail(f"scales belong to float8 pages, these are {k_pages.dtype}")
     if not isinstance(scale, numbers.Real):
         fail(f"scale must be a number known while tracing, got {type(scale).__name__}")
 

@@ -91,7 +91,6 @@ CONTRACT: tuple[DecodeCase, ...] = (
     replace(BASE, name="float32_group8_head_dim96", dtype="float32", group=8, head_dim=96),
     replace(BASE, name="head_dim512", head_dim=512, lengths=(70, 0, 64)),
     replace(BASE, name="group16_head_dim512", group=16, head_dim=512, lengths=(70, 0, 64)),
-    replace(BASE, name="float32_head_dim256", dtype="float32", head_dim=256, lengths=(70, 0, 64)),
     replace(BASE, name="float8", pages_dtype="float8_e4m3fn"),
     replace(BASE, name="float8_one_long_row", pages_dtype="float8_e4m3fn",
             lengths=(1, 20 * _P + 1, 0, 2)),
@@ -172,13 +171,12 @@ BENCHMARK: tuple[DecodeCase, ...] = (
     _benchmark("rows256_4096_head_dim256", [4096] * 256, head_dim=256),
     _benchmark("rows512_4096_float8", [4096] * 512, pages_dtype="float8_e4m3fn"),
     _benchmark("rows128_32768_float8", [32768] * 128, pages_dtype="float8_e4m3fn"),
-    _benchmark("rows256_4096_float32", [4096] * 256, dtype="float32"),
 )
 
 
-def _tuning(head_dim, page_size, dtype="bfloat16", pages_dtype=None, small=False):
-    name = f"head_dim{head_dim}_page{page_size}_{pages_dtype or dtype}"
-    fields = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype}
+def _tuning(head_dim, page_size, pages_dtype=None, small=False):
+    name = f"head_dim{head_dim}_page{page_size}_{pages_dtype or 'bfloat16'}"
+    fields = {"head_dim": head_dim, "page_size": page_size}
     lengths = [1024] * 64 if small else [4096] * 256
     name += "_small" if small else ""
     return _benchmark(name, lengths, pages_dtype=pages_dtype, **fields)
@@ -190,7 +188,6 @@ TUNING: tuple[DecodeCase, ...] = (
     *(_tuning(128, page_size) for page_size in (64, 16, 32, 128)),
     *(_tuning(head_dim, 64) for head_dim in (64, 96, 256)),
     *(_tuning(head_dim, 64, pages_dtype="float8_e4m3fn") for head_dim in (64, 128, 256)),
-    *(_tuning(head_dim, 64, dtype="float32") for head_dim in (64, 128)),
 )
 
 

@@ -16,7 +16,6 @@ from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, MOST_COLUMNS, QUERY_STEP, Spec, mma_bytes
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
-from pallas_kernels.four_bits import PACKED
 from pallas_kernels.padding import pad_axis
 
 # Rows of the matrix unit; several smaller pages make one tile.
@@ -101,14 +100,11 @@ def settings_of(implementation: str, shape: Shape) -> dict[str, int]:
     if tile > max(_TILE, page_size):
         return {"programs_per_core": 1, "stages": 3}
     stage = 2 * tile * head_dim * size
-    if size <= 2 and head_dim <= 128 and 2 * stage <= _BYTES_IN_FLIGHT:
+    if head_dim <= 128 and 2 * stage <= _BYTES_IN_FLIGHT:
         # One of two programs computes while the other waits for its pages or its barriers.
         return {"programs_per_core": 2, "stages": _BYTES_IN_FLIGHT // (2 * stage)}
     wanted = max(2, _BYTES_IN_FLIGHT // stage)
-    # Float32 pages need second buffers of three bfloat16 parts, with blocks of values beside keys.
     spare = _SHARED_BYTES - 32 * 1024
-    if size == 4:
-        spare -= 6 * tile * (head_dim if head_dim % 64 == 0 else head_dim + 128)
     return {"programs_per_core": 1, "stages": max(1, min(wanted, 8, spare // stage))}
 
 
@@ -134,13 +130,8 @@ def spec_of(q, k_pages, settings, **fields) -> Spec:
 
 def _why_no_kernel(q, rows: Rows, plan) -> str | None:
     """Returns why no GPU kernel can serve a call, or None."""
-    k_pages = rows.k_pages
-    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"computes in at most float32, not {q.dtype}"
-    if k_pages.dtype == PACKED:
-        return "does not read pages of 4 bits"
-    if k_pages.dtype.itemsize == 1 and q.dtype == jnp.float32:
-        return "reads float8 pages for bfloat16 or float16 queries only"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"multiplies 16-bit numbers, not {q.dtype}"
     if other := [x.dtype for x in rows.scales if x.dtype != jnp.float32]:
         return f"reads scales in float32, not {other[0]}"
     if q.shape[1] > 16:
@@ -189,8 +180,6 @@ def why_not_mma(q, rows: Rows, plan, **static):
     gpu = target_gpu()
     if reason := mosaic_lacks(gpu) or _why_no_kernel(q, rows, plan):
         return reason
-    if q.dtype == jnp.float32:
-        return "multiplies 16-bit numbers, not float32"
     if rows.k_pages.dtype.itemsize == 1 and gpu.capability < (8, 9):
         return f"float8 needs compute capability 8.9 (Ada), {gpu.kind} has {gpu.capability}"
     return _why_too_large("mosaic_mma", q, rows, plan, gpu.shared_bytes, copies=False)
@@ -268,8 +257,6 @@ def _results(spec: Spec, rows: Rows, out, lse, scores):
 def _round(x, finfo):
     """Rounds float32 to a dtype of fewer bits; XLA may drop a plain conversion there and back."""
     rounded = lax.reduce_precision(x, exponent_bits=finfo.nexp, mantissa_bits=finfo.nmant)
-    if finfo.nexp == jnp.finfo(jnp.float32).nexp:
-        return rounded
     # It turns subnormal numbers into zeros.
     unit = float(finfo.smallest_subnormal)
     return jnp.where(jnp.abs(x) < float(finfo.tiny), jnp.round(x / unit) * unit, rounded)
@@ -280,18 +267,18 @@ def query_operands(q, spec: Spec):
 
     float8 operands clamp values out of their range; together they reach 65408.
     """
-    if spec.query_parts == 1:
+    if not spec.scaled:
         return q.astype(spec.query)[None]
-    finfo, step = jnp.finfo(spec.query), 1 / QUERY_STEP if spec.scaled else 1.0
+    finfo = jnp.finfo(spec.query)
 
     def within(x):
-        return jnp.clip(x, float(finfo.min), float(finfo.max)) if spec.scaled else x
+        return jnp.clip(x, float(finfo.min), float(finfo.max))
 
     rest, pieces = q.astype(jnp.float32), []
     for _ in range(spec.query_parts - 1):
         rounded = _round(within(rest), finfo)
         pieces.append(rounded)
-        rest = (rest - rounded) * step
+        rest = (rest - rounded) / QUERY_STEP
     rest = within(rest)
     # One kernel, which writes each operand to its place.
     part = lax.broadcasted_iota(jnp.int32, (spec.query_parts, 1, 1, 1), 0)

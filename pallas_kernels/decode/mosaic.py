@@ -33,9 +33,8 @@ from pallas_kernels.decode.operands import (
     multiply_keys,
     per_column,
     prepare_values,
-    store_weights,
     swizzled,
-    value_pairs,
+    value_operands,
 )
 from pallas_kernels.decode.plan import walk_rows
 from pallas_kernels.decode.rows import Rows
@@ -64,7 +63,7 @@ def write_result(spec: Spec, out_ref, out_smem, row, blocks) -> None:
 def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
     """Runs the computing warpgroup, which attends to the copied pages."""
     out_ref, lse_ref, partial_ref, partial_lse_ref, scores_ref = outputs
-    q_smem, k_smem, v_smem, k_scales, v_scales, key_smem, value_smem, p_smem, out_smem = smem
+    q_smem, k_smem, v_smem, k_scales, v_scales, value_smem, p_smem, out_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free, c_full, c_free = barriers
     program = lax.axis_index("program")
     tile_shape = (spec.tile, spec.columns)
@@ -93,7 +92,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
             live = length - i * spec.tile
 
             plgpu.barrier_wait(k_full.at[slot])
-            scores = multiply_keys(spec, k_smem.at[slot], key_smem, q_smem.at[parity])
+            scores = multiply_keys(spec, k_smem.at[slot], q_smem.at[parity])
             scores = scores * (spec.scale * LOG2_E)
             if spec.scaled:
                 scores = scores * slot_factor(k_scales, slot)
@@ -118,7 +117,7 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
 
             if spec.scaled:
                 weights = jnp.exp2(scaled - per_column(new_peak, tile_shape))
-            store_weights(spec, weights, p_smem)
+            p_smem.transpose((1, 0))[...] = weights.astype(spec.operand)
             if spec.scaled:
                 buffer = lax.rem(count, CONVERTED)
                 values, free = value_smem.at[buffer], c_free.at[buffer]
@@ -133,10 +132,11 @@ def _compute_rows(spec: Spec, plan_refs, lengths_ref, outputs, smem, barriers):
                 plgpu.barrier_wait(v_full.at[slot])
                 prepare_values(spec, v_smem.at[slot], values, live)
                 plgpu.commit_smem()
-            products = value_pairs(spec, v_smem.at[slot], values, p_smem)
+            operands = value_operands(spec, v_smem.at[slot], values)
             blocks = tuple(
-                block * per_column(shrink, block.shape) + matmul(pairs, block.shape)
-                for block, pairs in zip(blocks, products, strict=True)
+                block * per_column(shrink, block.shape)
+                + matmul(value.transpose((1, 0)), p_smem.transpose((1, 0)), block.shape)
+                for block, value in zip(blocks, operands, strict=True)
             )
             plgpu.barrier_arrive(free)
             return count + 1, new_peak, total, blocks
@@ -233,9 +233,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
         ),
         "k_smem": page_smem,
         "v_smem": page_smem,
-        "p_smem": operand(
-            (spec.parts, spec.columns, spec.tile), transforms=swizzled(spec.tile, spec.operand)
-        ),
+        "p_smem": operand((spec.columns, spec.tile), transforms=swizzled(spec.tile, spec.operand)),
         "barriers": (
             plgpu.Barrier(num_arrivals=spec.query_parts, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
@@ -248,14 +246,9 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
     }
     if not spec.transposed:
         scratch["out_smem"] = plgpu.SMEM((spec.columns, spec.head_dim), spec.dtype)
-    if spec.stage_keys:
-        scratch["key_smem"] = operand(
-            (1, spec.parts, spec.tile, spec.head_dim),
-            transforms=swizzled(spec.head_dim, spec.operand),
-        )
-    if spec.stage_values and not spec.share_stage:
+    if spec.stage_values:
         width = spec.blocks[0][1]
-        shape = (len(spec.blocks), spec.parts, spec.tile, width)
+        shape = (len(spec.blocks), spec.tile, width)
         scratch["value_smem"] = operand(
             (CONVERTED, *shape) if spec.scaled else shape, transforms=swizzled(width, spec.operand)
         )
@@ -268,9 +261,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
         inputs, outputs = refs[:-5], refs[-5:]
         ring = [memory["q_smem"], memory["k_smem"], memory["v_smem"]]
         factors = [memory.get("k_scales_smem"), memory.get("v_scales_smem")]
-        if spec.share_stage:
-            memory["value_smem"] = memory["key_smem"]
-        work = [memory.get(name) for name in ("key_smem", "value_smem", "p_smem", "out_smem")]
+        work = [memory.get(name) for name in ("value_smem", "p_smem", "out_smem")]
         thread = lax.axis_index("thread")
         if interpret is None:
             # This kernel is launched while the previous one ends, and so is `combine`.

@@ -1,11 +1,8 @@
 """Operands of the Hopper decode kernel in shared memory, and their conversion from pages.
 
-The matrix unit reads bfloat16 (or float16) from shared memory. Float32 pages are converted to a sum
-of three bfloat16 parts, and all products of parts above 2^-24 are computed, which keeps float32
-precision.
-
-Float8 keys are multiplied unconverted, by queries that are a sum of float8 numbers with 3
-significant bits (e5m2), each scaled to the range of the first:
+The matrix unit reads bfloat16 (or float16) from shared memory. Float8 keys are multiplied
+unconverted, by queries that are a sum of float8 numbers with 3 significant bits (e5m2), each scaled
+to the range of the first:
 
     q = q_0 + 2^-3 q_1 + 2^-6 q_2,    q_i = e5m2(2^(3 i) (q - what those before it sum to))
 
@@ -20,8 +17,6 @@ sum so far to the largest exponent among them, and truncates each to 13 bits bel
 Float8 values must be transposed, which the matrix unit supports only for 16-bit numbers. They are
 converted to float16, two numbers per instruction, in a second buffer.
 """
-
-import itertools
 
 import jax.numpy as jnp
 from jax import lax
@@ -47,12 +42,11 @@ def swizzled(width: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, together)), swizzle
 
 
-def matmul(pairs, shape):
-    """Sums the products of pairs of operands in shared memory, in float32 registers."""
+def matmul(a, b, shape):
+    """Returns the product of two operands in shared memory, in float32 registers."""
 
     def multiply(accumulator):
-        for a, b in pairs:
-            plgpu.wgmma(accumulator, a, b)
+        plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
@@ -70,50 +64,23 @@ def _pieces(spec: Spec, start: int, size: int):
         yield at, min(width, start + size - at)
 
 
-def _load(spec: Spec, page_smem, start: int, size: int):
-    """Loads columns of a page in a dtype from which operands are made."""
-    piece = plgpu.load(page_smem.at[:, pl.ds(start, size)], layout=plgpu.Layout.WGMMA)
-    return piece.astype(spec.operand if spec.scaled else jnp.float32) if spec.convert else piece
-
-
-def _convert(spec: Spec, page_smem, target_smem, start: int, size: int) -> list:
-    """Writes columns of a page as operands that sum to them; returns the operands."""
-    for at, width in _pieces(spec, start, size):
-        rest = _load(spec, page_smem, at, width)
-        for part in range(spec.parts):
-            operand = rest.astype(spec.operand)
-            target_smem[part, :, pl.ds(at - start, width)] = operand
-            if part + 1 < spec.parts:
-                rest = rest - operand.astype(jnp.float32)
-    return [target_smem.at[part] for part in range(spec.parts)]
-
-
-def multiply_keys(spec: Spec, page_smem, key_smem, q_smem):
+def multiply_keys(spec: Spec, page_smem, q_smem):
     """Returns the products of a tile's keys and the queries, [tile, N].
 
     Args:
       spec: the static parameters.
       page_smem: the keys, [tile, D].
-      key_smem: the buffer for converted keys.
       q_smem: the operands that sum to the queries, stacked, [parts N, D].
     """
     width = spec.columns
-    if spec.scaled:
-        shape = (spec.tile, spec.query_parts * width)
-        products = matmul([(page_smem, q_smem.transpose((1, 0)))], shape)
-        total = products[:, -width:]
-        for part in reversed(range(spec.query_parts - 1)):
-            total = total * QUERY_STEP + products[:, part * width : (part + 1) * width]
-        return total
-    queries = [
-        q_smem.at[pl.ds(part * width, width)].transpose((1, 0)) for part in range(spec.query_parts)
-    ]
-    keys = [page_smem]
-    if spec.stage_keys:
-        keys = _convert(spec, page_smem, key_smem.at[0], 0, spec.head_dim)
-        plgpu.commit_smem()
-    pairs = [(k, q) for a, k in enumerate(keys) for q in queries[: spec.parts - a]]
-    return matmul(pairs, (spec.tile, width))
+    shape = (spec.tile, spec.query_parts * width)
+    products = matmul(page_smem, q_smem.transpose((1, 0)), shape)
+    if not spec.scaled:
+        return products
+    total = products[:, -width:]
+    for part in reversed(range(spec.query_parts - 1)):
+        total = total * QUERY_STEP + products[:, part * width : (part + 1) * width]
+    return total
 
 
 def _clear(operand_smem, live) -> None:
@@ -126,14 +93,11 @@ def _clear(operand_smem, live) -> None:
         operand_smem[:, columns] = jnp.where(slot < live, piece, jnp.zeros_like(piece))
 
 
-def _value_operands(spec: Spec, page_smem, value_smem) -> list[list]:
-    """Returns for each block of D the operands that sum to its values."""
+def value_operands(spec: Spec, page_smem, value_smem) -> list:
+    """Returns the values of each block of D as an operand."""
     if not spec.stage_values:
-        return [[page_smem]]
-    return [
-        [value_smem.at[block, part] for part in range(spec.parts)]
-        for block in range(len(spec.blocks))
-    ]
+        return [page_smem]
+    return [value_smem.at[block] for block in range(len(spec.blocks))]
 
 
 def prepare_values(spec: Spec, page_smem, value_smem, live) -> None:
@@ -141,32 +105,15 @@ def prepare_values(spec: Spec, page_smem, value_smem, live) -> None:
 
     Unread slots may hold NaN, and 0 * NaN is NaN, so their weights of zero do not mask them.
     """
+    operands = value_operands(spec, page_smem, value_smem)
     if spec.stage_values:
-        for block, (start, size) in enumerate(spec.blocks):
-            _convert(spec, page_smem, value_smem.at[block], start, size)
+        for operand, (start, size) in zip(operands, spec.blocks, strict=True):
+            for at, width in _pieces(spec, start, size):
+                columns = page_smem.at[:, pl.ds(at, width)]
+                piece = plgpu.load(columns, layout=plgpu.Layout.WGMMA)
+                operand[:, pl.ds(at - start, width)] = piece.astype(spec.operand)
 
     @pl.when(live < spec.tile)
     def _():
-        for operand in itertools.chain(*_value_operands(spec, page_smem, value_smem)):
+        for operand in operands:
             _clear(operand, live)
-
-
-def store_weights(spec: Spec, weights, p_smem) -> None:
-    """Writes weights [tile, N] as the operands that sum to them, [N, tile] each."""
-    for part in range(spec.parts):
-        piece = weights.astype(spec.operand)
-        p_smem.at[part].transpose((1, 0))[...] = piece
-        weights = weights - piece.astype(jnp.float32)
-
-
-def value_pairs(spec: Spec, page_smem, value_smem, p_smem) -> list[list[tuple]]:
-    """Returns for each block of D the pairs of operands whose products sum to V^T P^T."""
-    weights = [p_smem.at[part].transpose((1, 0)) for part in range(spec.parts)]
-    return [
-        [
-            (value.transpose((1, 0)), p)
-            for a, value in enumerate(values)
-            for p in weights[: spec.parts - a]
-        ]
-        for values in _value_operands(spec, page_smem, value_smem)
-    ]

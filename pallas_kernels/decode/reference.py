@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.decode.plan import DecodePlan
 from pallas_kernels.decode.rows import Rows
-from pallas_kernels.four_bits import scaled
 
 
 def softmax_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -63,11 +62,7 @@ def decode_attention_xla(
         rows_of_pages = values.at[page].get(mode="promise_in_bounds")
         if scales is not None:
             factor = scales.at[page].get(mode="promise_in_bounds")
-            if rows.in_four_bits:
-                rows_of_pages = scaled(rows_of_pages, factor, wide).astype(compute)
-            else:
-                factor = factor[..., None]
-                rows_of_pages = (rows_of_pages.astype(wide) * factor).astype(compute)
+            rows_of_pages = (rows_of_pages.astype(wide) * factor[..., None]).astype(compute)
         return rows_of_pages.reshape(row_count, slots, head_dim)
 
     k = gather(rows.k_pages, rows.k_scales)

@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.four_bits import PACKED
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -18,8 +16,7 @@ class Rows:
       v_pages: [NV, P, D] value pages of the pool.
       page_table: [R, M] page numbers of each row; entries past the row's length may hold anything.
       lengths: [R] number of live slots of each row.
-      k_scales: [N, P] factor of each slot's key, for float8 pages; [N, P, D / g] factors of its
-        groups of g numbers for pages of 4 bits; else None.
+      k_scales: [N, P] factor of each slot's key, for float8 pages; else None.
       v_scales: the same for values.
     """
 
@@ -40,11 +37,6 @@ class Rows:
     def slots(self) -> int:
         """M * P, the number of slots that a row of the page table can hold."""
         return self.page_table.shape[1] * self.page_size
-
-    @property
-    def in_four_bits(self) -> bool:
-        """Whether each byte of the pages holds two numbers (`four_bits`)."""
-        return self.k_pages.dtype == PACKED
 
     @property
     def scales(self) -> tuple[Any, ...]:

@@ -95,24 +95,9 @@ class Spec:
         return jnp.dtype(jnp.float16 if half else jnp.bfloat16)
 
     @property
-    def convert(self) -> bool:
-        """Whether pages must be converted to the dtype of the operands."""
-        return self.pages_dtype != self.operand
-
-    @property
-    def stage_keys(self) -> bool:
-        """Whether keys pass through a second buffer, to be converted; float8 keys do not."""
-        return self.convert and not self.scaled
-
-    @property
-    def parts(self) -> int:
-        """Number of operands whose sum is a page."""
-        return 3 if self.pages_dtype == jnp.float32 else 1
-
-    @property
     def query_parts(self) -> int:
         """Number of operands that sum to the queries: three of 3 significant bits hold 11."""
-        return 3 if self.scaled else self.parts
+        return 3 if self.scaled else 1
 
     @property
     def query(self) -> jnp.dtype:
@@ -137,12 +122,7 @@ class Spec:
     @property
     def stage_values(self) -> bool:
         """Whether values pass through a second buffer, to be converted or cut into blocks."""
-        return self.convert or len(self.blocks) > 1
-
-    @property
-    def share_stage(self) -> bool:
-        """Whether converted keys and values share one buffer in turn."""
-        return self.stage_keys and len(self.blocks) == 1
+        return self.scaled or len(self.blocks) > 1
 
     @property
     def out_rows(self) -> int:
@@ -153,10 +133,9 @@ class Spec:
     def transposed(self) -> bool:
         """Whether results are written as O^T, [R, out_rows, N], and transposed afterwards.
 
-        Only 16-bit registers can be stored transposed, by the copy engine, and overlapping blocks
-        would race.
+        The copy engine stores transposed registers, and overlapping blocks would race.
         """
-        return not self.copies or self.dtype.itemsize != 2 or len(self.blocks) > 1
+        return not self.copies or len(self.blocks) > 1
 
     @property
     def shared_bytes(self) -> int:
@@ -165,9 +144,8 @@ class Spec:
             return mma_bytes(self.tile, self.head_dim, self.columns)
         page = self.tile * self.head_dim * self.pages_dtype.itemsize
         ring = 2 * self.stages * (page + (4 * self.tile if self.scaled else 0))
-        widths = self.stage_keys * self.head_dim
-        widths += (self.stage_values and not self.share_stage) * self.out_rows
-        staged = 2 * self.parts * self.tile * widths * (CONVERTED if self.scaled else 1)
+        staged = 2 * self.tile * self.stage_values * self.out_rows
+        staged *= CONVERTED if self.scaled else 1
         queries = 2 * self.query_parts * self.query.itemsize
         heads = self.columns * self.head_dim * (queries + 2)
-        return ring + staged + heads + 2 * self.parts * self.columns * self.tile + 8192
+        return ring + staged + heads + 2 * self.columns * self.tile + 8192

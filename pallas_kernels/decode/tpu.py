@@ -271,8 +271,6 @@ def why_not(q, rows: Rows, plan, **static):
     """Returns why the kernel cannot serve a call, or None."""
     del plan, static
     head_dim, page_size, packing = q.shape[2], rows.page_size, _packing(rows.k_pages.dtype)
-    if rows.in_four_bits:
-        return "does not read pages of 4 bits"
     if rows.scales:
         return "does not read float8 pages"
     if q.dtype not in (jnp.bfloat16, jnp.float32):

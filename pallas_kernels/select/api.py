@@ -15,7 +15,6 @@ OPERATION = Operation(
     "select_largest",
     (
         deferred("mosaic_gpu", "cuda", "pallas_kernels.select.gpu", "select_largest_mosaic"),
-        deferred("mosaic_tpu", "tpu", "pallas_kernels.select.tpu", "select_largest_tpu"),
         Implementation("xla", None, select_largest_xla),
     ),
 )
@@ -32,7 +31,7 @@ def select_largest(
     Args:
       scores: floating-point numbers without NaN, which has no order. -0.0 equals 0.0.
       count: number of entries per row; static, 1 to S.
-      implementation: "mosaic_gpu", "mosaic_tpu" or "xla"; None chooses the best one for the
+      implementation: "mosaic_gpu" or "xla"; None chooses the best one for the
         platform that the call is lowered for.
 
     Returns:

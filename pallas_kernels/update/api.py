@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.dispatch import Implementation, Operation, deferred
-from pallas_kernels.four_bits import PACKED
 from pallas_kernels.update import gpu
 from pallas_kernels.update.reference import Rotation, Zeroed, write_pages_xla
 
@@ -37,10 +36,10 @@ def write_pages(
     pages: Int[Array, " R"],
     offsets: Int[Array, " R"],
     *,
-    k_scales: Float[Array, "N P *g"] | None = None,
-    v_scales: Float[Array, "N P *g"] | None = None,
-    k_new_scales: Float[Array, " R *g"] | None = None,
-    v_new_scales: Float[Array, " R *g"] | None = None,
+    k_scales: Float[Array, "N P"] | None = None,
+    v_scales: Float[Array, "N P"] | None = None,
+    k_new_scales: Float[Array, " R"] | None = None,
+    v_new_scales: Float[Array, " R"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Writes one slot of each row.
@@ -56,8 +55,7 @@ def write_pages(
       pages: the page that each row writes to. No two rows may write to the same page.
       offsets: the slot in that page, 0 to P - 1; negative for a row that writes nothing. A row
         whose page is not in the pool writes nothing either.
-      k_scales: with float8 pages, the factor of each slot's key; with 4-bit pages (uint8), the
-        factors of its groups. Only "xla" writes 4 bits.
+      k_scales: with float8 pages, the factor of each slot's key.
       v_scales: the same for each slot's value.
       k_new_scales: the same for each new key.
       v_new_scales: the same for each new value.
@@ -193,13 +191,12 @@ def _check(old, new, scales, new_scales, pages, offsets) -> None:
     if any(given) != (k_pages.dtype.itemsize == 1) or any(given) != all(given):
         fail(f"scales of pages and of new entries belong to quantized pages, not {k_pages.dtype}")
     if any(given):
-        groups = scales[0].shape[2:] if k_pages.dtype == PACKED else ()
         for name, array, shape in (
-            ("k_scales", scales[0], k_pages.shape[:2] + groups),
+            ("k_scales", scales[0], k_pages.shape[:2]),
             # If the values are in another pool, this one still holds their scales.
-            ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2] + groups),
-            ("k_new_scales", new_scales[0], pages.shape + groups),
-            ("v_new_scales", new_scales[1], pages.shape + groups),
+            ("v_scales", scales[1][: v_pages.shape[0]], v_pages.shape[:2]),
+            ("k_new_scales", new_scales[0], pages.shape),
+            ("v_new_scales", new_scales[1], pages.shape),
         ):
             if array.shape != shape:
                 fail(f"{name} must have shape {shape}, has {array.shape}")

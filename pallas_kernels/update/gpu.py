@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import mosaic_lacks, target_gpu
-from pallas_kernels.four_bits import PACKED
 from pallas_kernels.rotation import rotate_halves
 from pallas_kernels.update.reference import is_slot
 
@@ -36,8 +35,6 @@ def why_not(pages, new, page, offset, rotation, **static) -> str | None:
         return f"serves head dims that are multiples of {least}, not {head_dim}"
     if any(x.dtype.itemsize > 4 for x in pages):
         return f"writes numbers of at most 32 bits, not {pages[0].dtype}"
-    if pages[0].dtype == PACKED:
-        return "does not write pages of 4 bits"
     for i, old in enumerate(pages):
         if old.dtype != new[i // 2].dtype:
             return f"does not convert scales of {new[i // 2].dtype} to {old.dtype}"

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dms_jax.cache import Pool, compact, load, store
 from dms_jax.cache import pool as paged
-from dms_jax.cache.quantization import Float8
 from dms_jax.model.rope import apply_rope
 from dms_jax.policies import DMC, DMS, Vanilla
 
@@ -62,7 +61,6 @@ def test_writing_one_token_equals_writing_a_chunk(dtype):
         v_pages=jnp.asarray(random.normal(size=shape), dtype),
         k_scales=scales,
         v_scales=scales,
-        format=Float8() if quantized else None,
     )
     # A chunk of two tokens; the second one stores nothing.
     two = [np.concatenate([x, x], 1) for x in (k, v)]

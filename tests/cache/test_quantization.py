@@ -1,7 +1,5 @@
 """Keys and values in 8 bits: the numbers of the format, scales, and repeated quantization."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dms_jax.cache import Pool
-from dms_jax.cache.int4 import Int4
-from dms_jax.cache.quantization import FLOAT8, Float8, format_of, stored_vector
+from dms_jax.cache.quantization import FLOAT8, check_kv_dtype, dequantize, quantize, stored_vector
 from dms_jax.errors import ConfigError
 from tests.oracles import float8, int4
 
-put = jax.jit(Float8().quantize)
-round_trip = jax.jit(lambda x: Float8().dequantize(*Float8().quantize(x), x.dtype))
+put = jax.jit(quantize)
+round_trip = jax.jit(lambda x: dequantize(*quantize(x), x.dtype))
 
 
 def draws(seed: int, dtype) -> np.ndarray:
@@ -86,25 +83,15 @@ def test_numbers_by_hand():
     chex.assert_trees_all_equal(round_trip(small), small)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "int4"])
-def test_pool_returns_stored_numbers(kv_dtype):
+def test_pool_returns_stored_numbers():
     random = np.random.default_rng(0)
     pages, page_size, head_dim = 6, 4, 8
     shape = (pages, page_size, head_dim)
-    snap = {"float8_e4m3": float8, "int4": int4}[kv_dtype].snap
-    numbers, scale = stored_vector(head_dim, jnp.float32, kv_dtype)
+    numbers, scale = stored_vector(head_dim, jnp.float32, "float8_e4m3")
     pages_of = jnp.zeros((*shape[:2], *numbers.shape), numbers.dtype)
     scales_of = jnp.full((*shape[:2], *scale.shape), jnp.nan, scale.dtype)
-    pool = Pool(
-        k_pages=pages_of,
-        v_pages=pages_of,
-        k_scales=scales_of,
-        v_scales=scales_of,
-        format=format_of(kv_dtype),
-    )
-    same = functools.partial(chex.assert_trees_all_close, rtol=0, atol=1e-6)
-    if kv_dtype == "float8_e4m3":
-        same = chex.assert_trees_all_equal
+    pool = Pool(k_pages=pages_of, v_pages=pages_of, k_scales=scales_of, v_scales=scales_of)
+    same = chex.assert_trees_all_equal
     table = jnp.asarray([[[4, 1, 6]]], jnp.int32)  # the third is no page
     slots = jnp.asarray([[[0, 5, -1]]], jnp.int32)
     k, v = random.normal(size=(2, 1, 3, 1, head_dim)).astype(np.float32)
@@ -112,13 +99,12 @@ def test_pool_returns_stored_numbers(kv_dtype):
     keys, values, rows = jax.jit(Pool.readable, static_argnums=2)(pool, table, jnp.float32)
     for got, given_ in ((keys, k), (values, v)):
         row = np.asarray(got)[np.asarray(rows)[0, 0]].reshape(-1, head_dim)
-        same(row[[0, 5]], snap(given_[0, :2, 0]))
-    same(stored, [snap(k), snap(v)])
+        same(row[[0, 5]], float8.snap(given_[0, :2, 0]).astype(np.float32))
+    same(stored, [float8.snap(each).astype(np.float32) for each in (k, v)])
     same(pool.keys(jnp.asarray([1]), jnp.float32)[0, 1], keys[1, 1])
     same(pool.values(jnp.asarray([1]), jnp.asarray([1]), jnp.float32)[0], values[1, 1])
     # A pool in another dtype keeps numbers as they are and is read without a copy.
     plain = Pool(k_pages=jnp.zeros(shape), v_pages=jnp.zeros(shape))
-    assert plain.rotate(k) is k
     k, v = jnp.asarray(k), jnp.asarray(v)
     assert plain.store(table, slots, k, v)[1] is k
     assert plain.readable(table, jnp.float32)[0] is plain.k_pages
@@ -127,6 +113,5 @@ def test_pool_returns_stored_numbers(kv_dtype):
 def test_unknown_cache_dtypes_are_refused():
     assert stored_vector(8, jnp.bfloat16, None)[0].dtype == jnp.bfloat16
     assert stored_vector(8, jnp.bfloat16, "float8_e4m3")[0].dtype == FLOAT8
-    assert format_of("int4") == Int4(group=32, rotated=True)
-    with pytest.raises(ConfigError, match="'float8_e4m3' or 'int4', got 'int8'"):
-        format_of("int8")
+    with pytest.raises(ConfigError, match="'float8_e4m3', got 'int8'"):
+        check_kv_dtype("int8")

@@ -27,11 +27,14 @@ def test_shipped_adapter_as_a_model_takes_no_other_adapter():
 
 def test_candidates_are_parsed():
     plain, tova, few, named = candidates(
-        "Vanilla", "TOVA,budget=64", "Vanilla,kv_dtype=int4", "DMS,adapter=a/b,model=m,name=mine"
+        "Vanilla",
+        "TOVA,budget=64",
+        "Vanilla,kv_dtype=float8_e4m3",
+        "DMS,adapter=a/b,model=m,name=mine",
     )
     assert (plain.name, plain.model, plain.adapter) == ("Vanilla", "stories260k", None)
     assert (tova.name, tova.policy) == ("TOVA,budget=64", dms_jax.TOVA(budget=64))
-    assert (few.name, few.kv_dtype) == ("Vanilla,int4", "int4")
+    assert (few.name, few.kv_dtype) == ("Vanilla,float8_e4m3", "float8_e4m3")
     assert (named.name, named.model, named.adapter) == ("mine", "m", "a/b")
     for wrong in (("TOVA", "TOVA"), ("TOVA,name=a/b",), ("TOVA,name=..",)):
         with pytest.raises(dms_jax.ConfigError, match="cannot be the name of a row"):
@@ -54,13 +57,13 @@ def test_policies_predict_the_same_text(tmp_path, capsys, monkeypatch):
         model="stories260k",
         task="text",
         task_options=TEXT,
-        policies=("Vanilla", "TOVA,budget=4", "Vanilla,kv_dtype=int4"),
+        policies=("Vanilla", "TOVA,budget=4", "Vanilla,kv_dtype=float8_e4m3"),
         out=tmp_path / "text.json",
     )
     results = evaluate.main(config)
     assert [each.peak for each in results.values()] == [8, 4, 8]
     rows = json.loads(config.out.read_text())["systems"]
-    assert [row["name"] for row in rows] == ["Vanilla", "TOVA,budget=4", "Vanilla,int4"]
+    assert [row["name"] for row in rows] == ["Vanilla", "TOVA,budget=4", "Vanilla,float8_e4m3"]
     assert rows[0]["loss"][0] == pytest.approx(1.625)
     assert rows[0]["change"] == [0, 0]
     # Four of eight tokens are evicted in every window: losses differ by window, paired differences
@@ -218,13 +221,12 @@ def test_policies_on_a_text_through_the_real_cache(tmp_path):
             "StreamingLLM,compression_ratio=4",
             "KCache,top=8",
             "Vanilla,kv_dtype=float8_e4m3",
-            "Vanilla,kv_dtype=int4",
         ),
         page_size=16,
     )
-    dense, streaming, _, float8, int4 = evaluate.main(config).values()
+    dense, streaming, _, float8 = evaluate.main(config).values()
     assert dense.peak == 40
     assert dense.reads == 41 / 2
     assert streaming.peak == 10
     assert streaming.reads == (55 + 30 * 10) / 40
-    assert dense.cache_bytes / 2 > float8.cache_bytes > int4.cache_bytes
+    assert dense.cache_bytes / 2 > float8.cache_bytes

@@ -373,7 +373,7 @@ def test_options_are_checked_before_loading_the_model(typed, capsys, tmp_path, m
         ("retrofit stories260k --policy TOVA", "no 'TOVA'; there are DMS, DMC, FixedPooling."),
         ("retrofit stories260k --policy TOVA", "Policies such as TOVA need no training."),
         ("plan --policy None", "no 'None'; there are DMS, DMC, FixedPooling."),
-        ("generate Hi --kv-dtype int8", "no 'int8'; there are float8_e4m3, int4."),
+        ("generate Hi --kv-dtype int8", "no 'int8'; there are float8_e4m3."),
         ("hyperscale --split all", "no 'all'; there are "),
     ],
 )

@@ -118,16 +118,8 @@ def test_incomplete_character_is_held_back(kind):
 
 
 def known(kind: str, tokens: list[int]) -> str:
-    """The text of tokens without a possibly incomplete last character; see `text.py`."""
-    text, run = tokenizer(kind).decode(tokens), 0
-    for token in reversed(tokens):
-        byte = (tokenizer(kind).backend.id_to_token(token) or "").startswith("<0x")
-        if not byte and tokenizer(kind).decode([token]):
-            break
-        run += byte
-    for _ in range(max(run, 1)):
-        text = text.removesuffix("\ufffd")
-    return text
+    """The text of tokens without possibly incomplete last characters."""
+    return tokenizer(kind).decode(tokens).rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,6 +145,43 @@ def test_stop_string_does_not_depend_on_chunks(kind):
             assert len(running.logprobs) == len(running.likeliest) == fewest
             assert [len(each) for each in running.totals()] == [fewest - 1] * 2
             assert running.text == "".join(pieces) == decoded[:cut]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
+@pytest.mark.parametrize("stop", ["\ufffd", " \ufffd", "\ufffd\ufffd"])
+def test_incomplete_character_is_no_stop_string(kind, stop):
+    """It decodes to U+FFFD until the other bytes come, a run of single bytes to several."""
+    text = "a 🙂🙂 你 b"
+    tokens = tokenizer(kind).encode(text, False)
+    assert any("\ufffd" in tokenizer(kind).decode(tokens[:n]) for n in range(len(tokens)))
+    for sizes in ([1], [2], [3, 1], [200]):
+        running, pieces = stream(kind, tokens, sizes, stop=[stop])
+        assert (running.finish_reason, running.generated) == ("length", tokens)
+        assert running.text == "".join(pieces) == text
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "stories260k"])
+@pytest.mark.parametrize("ends", ["text", "end", "length"])
+def test_broken_character_is_stop_string(kind, ends):
+    smile = tokenizer(kind).encode("a 🙂", False)
+    broken = smile[: next(n for n in range(9) if "\ufffd" in tokenizer(kind).decode(smile[:n]))]
+    behind = tokenizer(kind).encode("and so on", False) if ends == "text" else []
+    tokens = [*broken, *behind, *([END] if ends == "end" else [])]
+    kept = [*broken, *behind[:1]]  # only the following tokens decide
+    for sizes in ([1], [2], [len(broken) - 1, 1], [len(broken), 1], [200]):
+        running, pieces = stream(kind, tokens, sizes, stop=["\ufffd"], end_tokens=[END])
+        assert (running.finish_reason, running.generated) == ("stop", kept)
+        assert running.text == "".join(pieces) == "a "
+
+
+@pytest.mark.parametrize("kind", ["mistral", "stories260k"])
+def test_long_run_of_bytes_does_not_depend_on_chunks(kind):
+    """It is committed in parts of whole characters."""
+    parts = [tokenizer(kind).backend.token_to_id(f"<0x{byte:02X}>") for byte in "你".encode()]
+    tokens = parts * 41
+    for sizes in ([1], [2], [7], [64], [200]):
+        running, _ = stream(kind, tokens, sizes, stop=["\ufffd"])
+        assert (running.finish_reason, running.text) == ("length", "你" * 41)
 
 
 def test_possible_stop_string_is_held_back():

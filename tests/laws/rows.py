@@ -75,7 +75,6 @@ OPTIONS = {
     ],
     "fetch values": [
         dms_jax.KCache(top=5, first_layers=1),
-        dms_jax.KCache(top=3, first_layers=0, renormalize=True),
         dms_jax.KCache(top=4, first_layers=0, over=dms_jax.DMS(window=3)),
         dms_jax.KCache(compression_ratio=4, first_layers=0, values="device"),
     ],
@@ -83,7 +82,7 @@ OPTIONS = {
 FACTORS = {
     "group": (1, 2, 4, 8),
     "page_size": (3, 4, 5, 7),  # they do not divide the lengths of the tests
-    "kv_dtype": (None, "float8_e4m3", "int4"),
+    "kv_dtype": (None, "float8_e4m3"),
     "prompts": ("chunks", "whole", "tokens"),
     "answers": ("steps", "chunks"),
 }

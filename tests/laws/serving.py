@@ -24,7 +24,7 @@ from tests.laws.rows import Row
 from tests.oracles import transformer
 
 TOLERANCE = 1e-10
-FLOAT64, FLOAT32, BFLOAT16, INT32 = 8, 4, 2, 4
+FLOAT64, FLOAT32, INT32 = 8, 4, 4
 LANES, MAX_TOKENS, CHUNK, PREFILL_CHUNK = 4, 32, 4, 8
 # Takes the most likely token, with the same compiled programs that sample at other temperatures.
 ALMOST_GREEDY = Sampling(temperature=1e-30, logprobs=True)
@@ -50,7 +50,6 @@ def bytes_per_page(config: ModelConfig, row: Row) -> int:
     numbers, scales = {
         None: (config.head_dim * FLOAT64, 0),
         "float8_e4m3": (config.head_dim, FLOAT32),
-        "int4": (config.head_dim // 2, BFLOAT16),  # heads of 8: one group
     }[row.kv_dtype]
     entry = numbers + scales
     away = isinstance(row.policy, dms_jax.KCache) and row.policy.values == "host"

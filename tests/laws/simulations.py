@@ -24,7 +24,6 @@ from tests.oracles import (
     float8,
     h2o,
     importance,
-    int4,
     kcache,
     kvpop,
     kvzap,
@@ -43,7 +42,7 @@ from tests.support.models import tiny_config
 LAYERS = 2
 THETA = tiny_config().rope.theta
 # Returns vectors after a round trip through a cache of few bits.
-STORED = {None: unchanged, "float8_e4m3": float8.snap, "int4": int4.snap}
+STORED = {None: unchanged, "float8_e4m3": float8.snap}
 
 
 @functools.singledispatch
@@ -333,7 +332,6 @@ def _(policy: dms_jax.KCache, layer, prompt_length, page_size):
         top=policy.top,
         layer=layer.index,
         device_layers=policy.first_layers,
-        renormalize=policy.renormalize,
     )
     if isinstance(policy.over, dms_jax.Vanilla):
         return kcache.simulate(*layer.rotated, prompt_length, **options)

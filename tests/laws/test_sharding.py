@@ -36,7 +36,7 @@ ROWS = [
     Row(dms_jax.Quest(budget=8, over=dms_jax.DMS(window=3), dense_layers=0), 2, 4),
     Row(dms_jax.Vanilla(), 2, 8),
     Row(dms_jax.DMS(window=2, source="adapter", per="layer"), 2, 8),
-    Row(dms_jax.DMS(window=3), 2, 8, "int4"),
+    Row(dms_jax.DMS(window=3), 2, 8, "float8_e4m3"),
     Row(dms_jax.DMC(offset=0.2, window=3), 2, 8),
     Row(dms_jax.FixedPooling(every=3), 2, 8),
     Row(dms_jax.StreamingLLM(budget=6, sinks=2), 2, 8),

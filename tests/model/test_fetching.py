@@ -33,7 +33,7 @@ def rows_of(seed: int):
     return k, v, table, random.normal(size=(BATCH, HEADS * GROUP, DIM)).astype(np.float32)
 
 
-def attended(k, v, table, q, count, *, renormalize):
+def attended(k, v, table, q, count):
     """The output of every query head, [B, H, D], in float64."""
     out = np.zeros(q.shape)
     for batch, head in np.ndindex(*q.shape[:2]):
@@ -46,13 +46,12 @@ def attended(k, v, table, q, count, *, renormalize):
         weights = np.exp(logits - logits.max())
         weights /= weights.sum()
         best = np.argsort(-logits, kind="stable")[: count[batch, 0]]
-        share = weights[best].sum() if renormalize else 1
-        out[batch, head] = weights[best] / share @ v[at][best]
+        out[batch, head] = weights[best] @ v[at][best]
     return out
 
 
 @functools.cache
-def attend(fixed: int | None, renormalize: bool, rows: int):
+def attend(fixed: int | None, rows: int):
     """`attend_to_fetched`, with a limit on whole rows gathered at a time."""
 
     @jax.jit
@@ -64,7 +63,7 @@ def attend(fixed: int | None, renormalize: bool, rows: int):
             scale=DIM**-0.5,
         )
         counts = None if fixed else jnp.asarray(COUNTS)
-        fetch = Fetch(fixed or LONGEST, counts, renormalize)
+        fetch = Fetch(fixed or LONGEST, counts)
         reading = Reading(table, jnp.asarray(LENGTHS), fetch=fetch)
         with mock.patch.object(fetching, "MOST_NUMBERS", rows * SLOTS * DIM):
             return attend_to_fetched(Pool(k_pages=k, v_pages=v), q, chunk, reading, None)
@@ -72,16 +71,15 @@ def attend(fixed: int | None, renormalize: bool, rows: int):
     return run
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
     ("fixed", "rows"), [(3, 1), (SLOTS + 5, 1), *[(None, n) for n in (0, 4, 9)]]
 )
-def test_the_largest_weights_are_summed(fixed, rows, renormalize):
+def test_the_largest_weights_are_summed(fixed, rows):
     count = COUNTS if fixed is None else np.full_like(COUNTS, fixed)
     for seed in range(5):
         given = rows_of(seed)
-        out, reads = attend(fixed, renormalize, rows)(*map(jnp.asarray, given))
-        want = attended(*given, count, renormalize=renormalize)
+        out, reads = attend(fixed, rows)(*map(jnp.asarray, given))
+        want = attended(*given, count)
         chex.assert_trees_all_close(
             np.asarray(out, np.float64).reshape(want.shape), want, rtol=1e-5, atol=1e-6
         )

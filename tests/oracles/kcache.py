@@ -40,7 +40,6 @@ def simulate(
     top: int,
     layer: int = 0,
     device_layers: int = 0,
-    renormalize: bool = False,
     kept: Trace | None = None,
     scale: float | None = None,
 ) -> Fetched:
@@ -64,8 +63,7 @@ def simulate(
                 chosen = np.arange(len(slots))
             else:
                 chosen = np.argsort(-weights, kind="stable")[:top]
-            share = weights[chosen].sum() if renormalize else 1.0
-            outputs.append(weights[chosen] @ values[chosen] / share)
+            outputs.append(weights[chosen] @ values[chosen])
             attended.append(slots[chosen])
         recorder.step(outputs, live, attended=attended)
     return Fetched(**vars(recorder.trace()))

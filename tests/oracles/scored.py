@@ -292,7 +292,7 @@ def when_triattention(budget: int, interval: int, counts_prompt: bool) -> When:
 @ranks(
     "TriAttention",
     dict(budget=9, interval=4, furthest=40),
-    dict(budget=8, interval=3, counts_prompt=True, normalize=True, reduction="mean", furthest=9),
+    dict(budget=8, interval=3, counts_prompt=True, furthest=9),
     when=when_triattention,
 )
 def triattention(
@@ -302,8 +302,6 @@ def triattention(
     prompt_length: int,
     theta: float,
     furthest: int,
-    normalize: bool,
-    reduction: str,
     centres: Callable[[int, int], tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> Worth:
     """The published sum over distances and planes; `queries` [T, H, D] are unrotated, k is rotated.
@@ -340,10 +338,7 @@ def triattention(
         for h, ids in enumerate(held):
             may_go = [j for j in ids if j >= prompt_length]
             own = [of_head(h * group + g, t + 1, may_go) for g in range(group)]
-            if normalize:
-                own = [(x - x.mean()) / max(x.std(), 1e-6) for x in own]
-            joined = np.max(own, axis=0) if reduction == "max" else np.mean(own, axis=0)
-            scores.append(np.append(np.full(len(ids) - len(may_go), np.inf), joined))
+            scores.append(np.append(np.full(len(ids) - len(may_go), np.inf), np.max(own, axis=0)))
         return scores
 
     return worth

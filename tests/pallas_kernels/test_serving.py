@@ -30,7 +30,6 @@ HOPPER, ADA = "compute capability 9.0 (Hopper)", "float8 needs compute capabilit
         (L4, dict(head_dim=512), ("xla", "xla"), ("shared memory", "head dim")),
         (B200, dict(head_dim=512), ("mosaic_mma", "xla"), (HOPPER, "head dim")),
         (H100, dict(pages_dtype=FLOAT8), ("mosaic_gpu", "mosaic_gpu"), ("H100", "H100")),
-        (H100, dict(pages_dtype="uint8"), ("xla", "mosaic_gpu"), ("pages of 4 bits", "H100")),
         (A100, dict(pages_dtype=FLOAT8), ("xla", "mosaic_mma"), (ADA, "A100")),
         (L4, dict(pages_dtype=FLOAT8), ("mosaic_mma", "mosaic_mma"), (HOPPER, "L4")),
     ],

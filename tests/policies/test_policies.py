@@ -43,8 +43,7 @@ EXAMPLES = [policy for mechanism in OPTIONS.values() for policy in mechanism] + 
     DMC(epsilon=0.0, temperature=0.3),
     KVzap(hidden=0, temperature=0.5),
     KVpop(hidden=8),
-    AdaKV(PyramidKV(Knorm(budget=7)), rule="published"),
-    PyramidKV(Knorm(budget=7), redistribute=True),
+    AdaKV(PyramidKV(Knorm(budget=7))),
     TriAttention(statistics="runs/queries.safetensors"),
 ]
 OF_EACH = {type(policy): policy for policy in EXAMPLES}
@@ -130,7 +129,6 @@ def test_unknown_names_and_options_are_refused_by_name():
         (Quest(), "over", TOVA()),
         (KCache(), "top", 0),
         (KCache(), "first_layers", -1),
-        (KCache(), "renormalize", 1),
         (KCache(), "over", KCache()),
         (Quest(), "per", "head"),
         (StreamingLLM(sinks=4), "budget", 4),

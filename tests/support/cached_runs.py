@@ -18,7 +18,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.cache import Cache
-from dms_jax.cache.int4 import Int4
 from dms_jax.config import LayerKind, ModelConfig
 from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
 from dms_jax.model.caching import init_cache
@@ -29,7 +28,6 @@ from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
 from dms_jax.policies.values import Chunk, Decisions, PolicyState, Static, Tokens
-from tests.oracles import int4
 from tests.oracles.transformer import LayerInput
 
 
@@ -91,9 +89,7 @@ class Rows:
     @classmethod
     def of(cls, cache: Cache) -> "Rows":
         k_pages = np.asarray(cache.k_pages)
-        if isinstance(cache.pool.format, Int4):
-            k_pages = int4.read(int4.unpack(k_pages), np.asarray(cache.pool.k_scales))
-        elif cache.pool.k_scales is not None:
+        if cache.pool.k_scales is not None:
             k_pages = k_pages.astype(float) * np.asarray(cache.pool.k_scales)[..., None]
         rest = (np.asarray(x) for x in (cache.page_table, cache.lengths, cache.seen))
         return cls(k_pages, *rest)

@@ -221,15 +221,6 @@ def test_path_taken_by_a_file_is_refused(tmp_path, name):
     opened(tmp_path).close()
 
 
-def test_an_unreadable_log_is_refused(tmp_path):
-    (tmp_path / "log.jsonl").mkdir()
-    with (
-        contextlib.closing(opened(tmp_path)) as directory,
-        pytest.raises(CheckpointError, match=r"The log \S+log.jsonl cannot be read: Is a dir"),
-    ):
-        directory.skipped_steps(1)
-
-
 def test_a_run_resumes_with_a_damaged_log(tmp_path):
     whole, log = '{"step": %d, "skipped": true}\n', tmp_path / "log.jsonl"
     log.write_bytes((whole % 1).encode() + b"\xff\x00 {\n" + (whole % 2).encode() + b'{"step"')

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import time
 
 import chex
@@ -119,18 +118,6 @@ def test_a_run_reports_a_plain_cache(reference):
         assert record["document_share"] == 1
         assert record["model_flops_utilisation"] is None  # the peak of a CPU is unknown
         assert record["data_seconds"] >= 0
-
-
-def test_a_stopped_run_resumes_bit_for_bit(model, reference, tmp_path):
-    expected, records = reference
-    for done in (1, 2, 3):
-        with pytest.raises(KeyboardInterrupt, match=f"stopped after step {done}"):
-            run(model, out=tmp_path, stop_after=1e-9)
-    result = run(model, out=tmp_path)
-    chex.assert_trees_all_equal(jax.device_get(parameters(result.transformer)), expected)
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [record["loss"] for record in records]
-    assert dms_jax.load(tmp_path / "model").policy == Vanilla()
 
 
 def test_every_step_is_timed_by_itself(model):

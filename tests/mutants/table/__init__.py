@@ -5,7 +5,6 @@ from tests.mutants.table import (
     cache,
     checkpoint,
     evaluation,
-    executables,
     generation,
     kernels,
     launches,
@@ -32,6 +31,5 @@ MUTANTS = [
     *launches.MUTANTS,
     *evaluation.MUTANTS,
     *serving.MUTANTS,
-    *executables.MUTANTS,
     *kernels.MUTANTS,
 ]

@@ -64,13 +64,6 @@ MUTANTS = [
         ("tests/cache/test_quantization.py::test_largest_numbers_stay_finite_in_8_bits",),
     ),
     Mutant(
-        "cache: the sign of a 4-bit scale is lost",
-        FOLDER + "int4.py",
-        "extreme / -8,",
-        "jnp.abs(extreme) / 8,",
-        ("tests/cache/test_int4.py::test_numbers_by_hand",),
-    ),
-    Mutant(
         "cache: the peak is what is live at the end of a chunk",
         FOLDER + "accounting.py",
         "self.peak = max(self.peak, int(max(live)))",

@@ -20,7 +20,6 @@ FAIRNESS = "tests/generation/test_fairness.py"
 TALK = "tests/generation/test_conversation.py"
 WARMING = "tests/generation/test_precompile.py"
 TEXT = "tests/generation/test_text.py"
-STOPS = "tests/generation/test_stop_strings.py"
 
 MUTANTS = [
     Mutant(
@@ -176,13 +175,6 @@ MUTANTS = [
         "if self.in_flight.drawn or self.in_flight.programs:",
         "if self.in_flight.programs:",
         (AT_RANDOM,),
-    ),
-    Mutant(
-        "generation: a stop string that overlaps with itself is missed",
-        FOLDER + "text.py",
-        "matched = self._shorter_than(matched)",
-        "matched = 0",
-        (f"{STOPS}::test_stop_strings_equal_a_search",),
     ),
     Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",

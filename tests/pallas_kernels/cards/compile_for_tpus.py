@@ -1,22 +1,20 @@
 """Compile a kernel for an absent TPU; print one line per case.
 
 Usage: compile_for_tpus.py KERNEL TOPOLOGY CASE... A line says whether the program has the kernel,
-sorts nothing, and writes in place. The decoding case "base+" is "base" with all results:
-log-sum-exp and scores.
+and whether it writes in place. The decoding case "base+" is "base" with all results: log-sum-exp
+and scores.
 """
 
 import functools
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import decode_attention, select_largest
+from pallas_kernels import decode_attention
 from pallas_kernels.decode import cases as decode_cases
-from pallas_kernels.select import cases as select_cases
 from pallas_kernels.update import cases as write_cases
 from pallas_kernels.update import tpu
 from tests.pallas_kernels.support import structs
@@ -49,13 +47,6 @@ def decode(name, place):
     return jax.jit(lambda inputs: run(**inputs)).trace(shapes)
 
 
-def select(name, place):
-    case = select_cases.by_name(name)
-    scores = jax.ShapeDtypeStruct((case.rows, case.width), jnp.dtype(case.dtype))
-    run = functools.partial(select_largest, count=case.count)
-    return jax.jit(run).trace(placed(scores, place))
-
-
 def write(name, place):
     case = OWN.get(name) or write_cases.by_name(name)
     shapes = write_structs(case, place)
@@ -72,14 +63,14 @@ def main(kernel, topology, names):
     chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     place = NamedSharding(Mesh(np.array(chips[:1]), ("x",)), PartitionSpec())
     for name in names:
-        traced = {"decode": decode, "select": select, "write": write}[kernel](name, place)
+        traced = {"decode": decode, "write": write}[kernel](name, place)
         report = compile_ahead(traced.lower(), topology)
         memory, donated = (
             report.memory,
             sum(donated_bytes(x) for x in jax.tree.leaves(traced.args_info)),
         )
         in_place = memory.alias_size_in_bytes >= donated > 8 * memory.temp_size_in_bytes
-        found = ("tpu_custom_call" in report.text, " sort(" not in report.text, in_place)
+        found = ("tpu_custom_call" in report.text, in_place)
         print(name, *found, flush=True)
 
 

@@ -11,15 +11,14 @@ _NO_KERNEL = {"float64": "float64", "head_dim8": "", "page5": ""}
 _FLOAT32 = "multiplies 16-bit numbers, not float32"
 _REFUSED = {
     "mosaic_gpu": {
-        # With its bfloat16 parts.
-        "float32_head_dim256": "bytes of shared memory",
+        "float32": _FLOAT32,
+        "float32_group8_head_dim96": _FLOAT32,
         # 16 scales are too few for the copy engine; only a card reports the misaligned address.
         "float8_page16": "copies scales for float8 pages of at least 32 tokens",
     },
     "mosaic_mma": {
         "float32": _FLOAT32,
         "float32_group8_head_dim96": _FLOAT32,
-        "float32_head_dim256": _FLOAT32,
     },
     "mosaic_tpu": {"float16": "serves bfloat16 and float32, not float16"},
 }

@@ -102,7 +102,7 @@ def decode(case, implementation=None, **options):
     [
         ("base", "mosaic_mma", "decode_attention_mma"),
         ("float8_page16", None, "decode_attention_mma"),
-        ("float32_head_dim256", None, XLA),
+        ("float32", None, XLA),
         ("head_dim8", None, XLA),
         ("base", "xla", XLA),
         *further(

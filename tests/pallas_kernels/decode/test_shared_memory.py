@@ -88,8 +88,6 @@ def test_amperes_kernel_takes_the_counted_bytes(case):
         "float8",
         "group16_head_dim256",
         "group16_head_dim512",
-        "float32",
-        "float32_group8_head_dim96",
         "head_dim96",
     ],
 )

@@ -13,7 +13,6 @@ from pallas_kernels import select_largest
 from pallas_kernels.dispatch import DEFAULT_GPU, GPU
 from pallas_kernels.select import cases
 from pallas_kernels.select import gpu as select_gpu
-from pallas_kernels.select import tpu as select_tpu
 from pallas_kernels.select.gpu import why_not
 from tests.pallas_kernels.select_largest.support import KINDS, draw, oracle
 from tests.pallas_kernels.support import interpret, lower_for_cuda
@@ -29,27 +28,6 @@ gpu = pytest.mark.gpu
 )
 def test_gpu_kernel_in_the_interpreter(names):
     interpret("select", "mosaic_gpu", names)
-
-
-# Many places and many chunks take long to interpret: one case of each.
-TPU_CASES = [case for case in cases.CONTRACT if case.width * case.count < 1 << 25]
-
-
-@pytest.mark.parametrize(
-    "case",
-    nightly_but([case for case in TPU_CASES if case.width <= 1024], TPU_CASES),
-    ids=lambda case: case.name,
-)
-def test_tpu_kernel_in_the_interpreter(case):
-    """Rows of all kinds together, because they share the rounds of the bisection."""
-    scores = np.concatenate([draw(case, kind) for kind in KINDS])
-    reason = select_tpu.why_not(scores, count=case.count)
-    if case.dtype == "float16":
-        assert reason is not None
-        return
-    assert reason is None
-    run = functools.partial(select_tpu.select_largest_tpu, count=case.count, interpret=True)
-    chex.assert_trees_all_equal(jax.jit(run)(scores), oracle(scores, case.count))
 
 
 @pytest.mark.parametrize("case", cases.CONTRACT[:9], ids=lambda case: case.name)
