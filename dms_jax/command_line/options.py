@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from dms_jax.evaluation.tasks import (
 )
 from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FromFile
+from dms_jax.training.display import short_of_target
 
 SHIPPED = ("stories260k", "reasoner-11m")
 ADAPTERS = ("smollm2-135m-instruct-dms", *assets.BASES)
@@ -123,8 +125,10 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
 def load_model(
     name: str, adapter: str | None, dtype: str | None, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:
-    """Loads --model with --adapter."""
+    """Loads --model with --adapter; warns if its training ended short of the target ratio."""
     found, beside = find_both(name, adapter)
+    for each in filter(None, (found, beside)):
+        tell_if_short(each)
     return dms_jax.load(found, dtype=dtype, adapter=beside, mesh=mesh)
 
 
@@ -156,6 +160,17 @@ def check_devices(**shards: int) -> None:
     if count > jax.device_count():
         asked = " x ".join(f"{option} {each}" for option, each in given.items() if each > 1)
         raise dms_jax.ConfigError(f"{asked} takes {count} devices; there are {jax.device_count()}.")
+
+
+def tell_if_short(place: str | pathlib.Path) -> None:
+    """Warns if the training of a model or an adapter ended short of its ratio."""
+    if (short := short_of_target(pathlib.Path(place).expanduser())) is not None:
+        warnings.warn(
+            f"{place} stayed short of its target: its training ended at ratio {short[0]:.2f} of "
+            f"{short[1]:.2f}, so the cache holds more. Train it longer: dms-jax retrofit with more "
+            "--tokens.",
+            stacklevel=2,
+        )
 
 
 def read_policy(name: str | None, options: Sequence[str]) -> dms_jax.policies.Policy | None:

@@ -40,7 +40,7 @@ from dms_jax import compilation
 from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
-from dms_jax.command_line.options import find_adapter, read_bytes, read_options
+from dms_jax.command_line.options import find_adapter, read_bytes, read_options, tell_if_short
 from dms_jax.generation.answers import template_text, with_shown_markers
 from dms_jax.generation.call_formats import format_of
 from dms_jax.serving import Service
@@ -198,6 +198,8 @@ def make_service(config: Config, console: Console) -> Service:
         prefix_cache=read_bytes("--prefix-cache", prefixes),
     )
     limits |= config.cache()
+    for place in adapters.values():
+        tell_if_short(place)
     console.print(f"Loading {config.model} ...", soft_wrap=True)
     model = config.load()
     model = with_shown_markers(model, call_format_of(config, model))

@@ -11,6 +11,8 @@ Reached ratio 2.40 of 4.00 in 11,000 steps ... Short of the target: ...
 
 import collections
 import dataclasses
+import json
+import pathlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -150,6 +152,28 @@ class Display:
             "the window never leave, so longer sequences help too where the window is a large part "
             "of them."
         )
+
+
+def short_of_target(model: pathlib.Path) -> tuple[float, float] | None:
+    """Returns the ratio that a run reached and its target; None if it reached the target.
+
+    Args:
+      model: the model directory of a run, whose log lies beside it; None is returned for others.
+    """
+    path = model.parent / "log.jsonl"
+    if model.name != "model" or not path.is_file():
+        return None
+    last: collections.deque[str] = collections.deque(maxlen=_MEAN_OVER)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        last.extend(file)
+    try:
+        records = [json.loads(line) for line in last]
+        counted = [each for each in records if not each["skipped"]]
+        target = float(counted[-1]["target_ratio"])
+        reached = _reached(counted, target)
+    except (ValueError, KeyError, TypeError, IndexError):  # another log, or a damaged one
+        return None
+    return None if target <= 1 or reached >= _REACHED * target else (reached, target)
 
 
 def _reached(records: Sequence[Mapping[str, Any]], target: Number) -> float:

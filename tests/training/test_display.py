@@ -1,6 +1,7 @@
 """The output of a run before, during and after its steps."""
 
 import dataclasses
+import json
 import re
 import sys
 import types
@@ -119,6 +120,22 @@ def test_closing_line(capsys, options, records, line, short):
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(line, out)
     assert ("Short of the target: train on at this ratio" in out) == short
+
+
+def test_exports_of_runs_short_of_their_target(tmp_path):
+    def logged(*records):
+        lines = [json.dumps(each | {"skipped": False}) + "\n" for each in records]
+        (tmp_path / "log.jsonl").write_text("".join(lines))
+        return displays.short_of_target(tmp_path / "model")
+
+    assert displays.short_of_target(tmp_path / "model") is None  # of no run
+    ramp, last = record(1, target_ratio=2.0, evicted=0.4), record(2, target_ratio=4.0, evicted=0.5)
+    assert logged(ramp, last) == (2.0, 4.0)
+    assert displays.short_of_target(tmp_path) is None
+    assert logged(ramp, last | {"evicted": 0.75}) is None
+    assert logged(record(target_ratio=1.0)) is None
+    (tmp_path / "log.jsonl").write_text("{")
+    assert displays.short_of_target(tmp_path / "model") is None
 
 
 def test_an_interrupted_run_has_no_closing_line(capsys):
