@@ -10,8 +10,8 @@ group; a mean gives the same ranking as a sum). Over queries it is a sum, not a 
 old tokens, as published. Half of the budget goes to the most recent tokens and half to those with
 the largest sums; beyond the budget, each query evicts the non-recent token with the smallest sum.
 
-If a chunk of a prompt attends in one pass, `received_attention` recomputes the scores for the sums,
-in memory linear in the prompt.
+If a chunk of a prompt attends in one pass, `pallas_kernels.received_attention` recomputes the
+scores for the sums, in memory linear in the prompt.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dms_jax.policies.received import NEVER, received_attention
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import PAGES, CacheShape, Chunk, Placement, PolicyState
 from dms_jax.policies.victims import VictimEviction
+from pallas_kernels.received import NEVER, received_attention
 
 
 @no_type_check  # jax also builds it from shapes and from partitions

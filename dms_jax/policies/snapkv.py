@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 
 from dms_jax.checks import Count, Range, require
 from dms_jax.policies.periodic_eviction import Scorer
-from dms_jax.policies.received import received_attention, received_weights
 from dms_jax.policies.recent_queries import empty_ring, remember
 from dms_jax.policies.values import CacheShape, Chunk, PolicyState, Rows
+from pallas_kernels.received import received_attention, received_weights
 
 WIDEST_KERNEL = 255  # tokens; the paper uses 5 to 63, and each one costs a pass over the scores
 

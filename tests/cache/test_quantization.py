@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dms_jax.cache import Pool
 from dms_jax.cache.quantization import FLOAT8, check_kv_dtype, dequantize, quantize, stored_vector
 from dms_jax.errors import ConfigError
-from tests.oracles import float8, int4
+from tests.oracles import float8
 
 put = jax.jit(quantize)
 round_trip = jax.jit(lambda x: dequantize(*quantize(x), x.dtype))

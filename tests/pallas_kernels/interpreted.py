@@ -26,6 +26,8 @@ from pallas_kernels.fetch.gpu import fetch_rows_mosaic
 from pallas_kernels.prefill import cases as prefill_cases
 from pallas_kernels.prefill import gpu as prefill_gpu
 from pallas_kernels.prefill import mma as prefill_mma
+from pallas_kernels.received import cases as received_cases
+from pallas_kernels.received.gpu import received_attention_mosaic
 from pallas_kernels.select import cases as select_cases
 from pallas_kernels.select.gpu import select_largest_mosaic
 from pallas_kernels.training import cases as training_cases
@@ -38,6 +40,7 @@ from pallas_kernels.update import tpu as update_tpu
 from pallas_kernels.update.reference import write_pages_xla
 from tests.pallas_kernels import support
 from tests.pallas_kernels.prefill import support as prefill_support
+from tests.pallas_kernels.received import support as received_support
 from tests.pallas_kernels.select_largest import support as select_support
 from tests.pallas_kernels.training import support as training_support
 from tests.pallas_kernels.update import support as update_support
@@ -100,6 +103,15 @@ def prefill(implementation, name, _):
     want = prefill_support.oracle(arguments, case.window, scale)
     error = support.relative_error(output, want)
     assert error <= support.TOLERANCE[case.dtype], f"{name}: {error}"
+
+
+def received(_, name, __):
+    case = received_cases.by_name(name)
+    arguments, scale = received_support.draw(case), case.D**-0.5
+    sums = received_attention_mosaic(*map(jnp.asarray, arguments), scale=scale, interpret=True)
+    error = support.relative_error(sums, received_support.oracle(arguments, scale))
+    # Products of bfloat16 are exact in float32, and sums are in float32.
+    assert error <= 1e-5, f"{name}: {error}"
 
 
 def select(_, name, __):
@@ -167,7 +179,7 @@ def each_tpu_interpreter(kernel):
 
 def main(operation, implementation, *names):
     """Run the cases and print each right one."""
-    operations = (decode, fetch, prefill, select, training, update)
+    operations = (decode, fetch, prefill, received, select, training, update)
     check = {each.__name__: each for each in operations}[operation]
     for name in names:
         check(implementation, *name.partition(":")[::2])

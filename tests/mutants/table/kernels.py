@@ -155,6 +155,20 @@ MUTANTS = [
         ("tests/pallas_kernels/fetch/test_fetch.py::test_gpu_kernel_in_the_interpreter",),
     ),
     Mutant(
+        "kernels: received attention compares no key that the last query of a tile sees",
+        "pallas_kernels/received/gpu.py",
+        "jnp.where(queries >= 0, queries, NEVER).min(-1)",
+        "queries.max(-1)",
+        (RECEIVED_VISITS,),
+    ),
+    Mutant(
+        "kernels: keys receive what queries of padding would give",
+        "pallas_kernels/received/gpu.py",
+        "return jnp.where(positions >= 0, maximum + jnp.log(total) * LOG2E, NOTHING)",
+        "return maximum + jnp.log(total) * LOG2E",
+        (RECEIVED_SUMS,),
+    ),
+    Mutant(
         "kernels: the gradient of a sink has the other sign",
         "pallas_kernels/training/api.py",
         "of_sinks = -jnp.sum(share * mean, axis=(0, 2)).astype(sinks.dtype)",

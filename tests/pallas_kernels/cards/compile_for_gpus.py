@@ -20,14 +20,17 @@ from pallas_kernels import (
     dispatch,
     grouped_product,
     prefill_attention,
+    received_attention,
     select_largest,
 )
 from pallas_kernels.decode import cases
 from pallas_kernels.prefill import cases as prefill_cases
+from pallas_kernels.received import cases as received_cases
 from pallas_kernels.training import cases as training_cases
 from pallas_kernels.update import cases as write_cases
 from tests.pallas_kernels.prefill.support import ORDER
 from tests.pallas_kernels.prefill.support import structs as prefill_structs
+from tests.pallas_kernels.received.support import structs as received_structs
 from tests.pallas_kernels.support import structs, with_all_results
 from tests.pallas_kernels.training.support import both
 from tests.pallas_kernels.training.support import structs as training_structs
@@ -51,7 +54,7 @@ KERNELS = {
         *("decode base", "decode head_dim96", "decode group12", "decode float8", "prefill dim_96"),
         *("decode head_dim512", "decode group16_head_dim512"),
         *("prefill float16", "write rotated_head_dim64", "write rotated_float32"),
-        *("training packed", "training dim_256_packed"),
+        *("training packed", "training dim_256_packed", "received ragged", "received dim_256"),
         *("grouped 64 32 2880 2880", "grouped 9000 8 2048 1536"),
     ),
     "b200": (
@@ -81,6 +84,9 @@ def call(name: str, case: str) -> tuple:
         case = prefill_cases.by_name(case)
         function = functools.partial(prefill_attention, window=case.window, scale=0.1)
         return function, dict(zip(ORDER, prefill_structs(case), strict=True))
+    if name == "received":
+        function = functools.partial(received_attention, scale=0.1)
+        return function, received_structs(received_cases.by_name(case))
     if name == "select":
         scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
         return functools.partial(select_largest, count=64), {"scores": scores}

@@ -50,5 +50,5 @@ def test_kernels_compile_for(kind):
     for case, kernels in counts.items():
         # Attention and the merge of split rows; on Hopper the plan is also a kernel.
         wanted = {"decode": 3 if kind == "h200" else 2, "write": 1, "select": 1}
-        wanted |= {"training": 3, "prefill": 1, "grouped": 2}
+        wanted |= {"training": 3, "prefill": 1, "received": 2, "grouped": 2}
         assert kernels == wanted[case.split()[0]], case

@@ -16,7 +16,7 @@ from pallas_kernels.select import gpu as select_gpu
 from pallas_kernels.select.gpu import why_not
 from tests.pallas_kernels.select_largest.support import KINDS, draw, oracle
 from tests.pallas_kernels.support import interpret, lower_for_cuda
-from tests.support.instances import further, nightly_but
+from tests.support.instances import further
 
 gpu = pytest.mark.gpu
 

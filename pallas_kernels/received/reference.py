@@ -1,10 +1,4 @@
-"""The attention weight that cached keys receive from queries, block after block of queries.
-
-    sums[b, k, s] = sum over queries i of  mean over the group's heads of softmax(scale q_i K)_s
-
-over the slots that query i sees, as H2O (Zhang et al., arXiv 2306.14048) accumulates it. The T x S
-weights of all queries are never in memory at once.
-"""
+"""The attention weight that slots receive, in plain XLA: block after block of queries."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +37,7 @@ def received_weights(
     return jnp.where(visible, weights, 0).sum((2, 3)) / queries.shape[3]
 
 
-def received_attention(
+def received_attention_xla(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B T"],
@@ -51,22 +45,7 @@ def received_attention(
     *,
     scale: float,
 ) -> Float[Array, "B K S"]:
-    """Sums the attention weights that slots receive from all queries of a chunk.
-
-    Query i of sequence b sees slot s of row (b, k) iff `since[b, k, s] <= positions[b, i]`.
-
-    Args:
-      q: rotated queries. Head h reads KV head h // (H / K).
-      k: rotated keys of every row by slot, in any order.
-      positions: the position of each query, less than NEVER; -1 for padding, which contributes
-        nothing.
-      since: the first position that sees each slot (its token's), 0 or more; NEVER for an unused
-        slot, whose key may be anything.
-      scale: factor on the dot products.
-
-    Returns:
-      The sums over queries of the weights' means over the group, in at least float32.
-    """
+    """Computes `received_attention` in XLA, in memory linear in T and in S."""
     batch, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_slots = k.shape[1:3]
     a_query = batch * num_heads * num_slots
