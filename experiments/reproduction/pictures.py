@@ -174,24 +174,6 @@ PICTURES = {
             },
         ),
     ),
-    "real_models/gsm8k-1.5b.png": Picture(
-        "1.5b",
-        functools.partial(
-            draw_curves,
-            title="Qwen2.5-Coder-1.5B-Instruct: what is held, and what is solved",
-            curves={
-                "control": ("control:*",),
-                "DMS": ("dms-3.3@2:*", "dms-3.3:*", "dms-8:*"),
-                "KVpop": ("kvpop:*",),
-                "ExpectedAttention": ("expected/peak", "expected/share"),
-                "SnapKV": ("snapkv-64/peak", "snapkv-64/share"),
-                "TOVA": ("tova/peak", "tova/share"),
-                "H2O": ("h2o/peak", "h2o/share"),
-                "StreamingLLM": ("streamingllm/peak", "streamingllm/share"),
-            },
-        ),
-        enough=lambda name: any(each["system"].endswith("/peak") for each in record(name)["rows"]),
-    ),
     "real_models/frontier-gsm8k-1.5b.png": _frontier_of_1_5b("GSM8K", "gsm8k"),
     "real_models/frontier-math500-1.5b.png": _frontier_of_1_5b("MATH-500", "math500"),
 }
