@@ -17,7 +17,6 @@ import jax
 import dms_jax
 from dms_jax.command_line.running import command
 from dms_jax.json_text import json_text
-from dms_jax.regular_files import check_regular
 
 
 def provenance(config: Any) -> dict[str, Any]:
@@ -85,7 +84,6 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
       ConfigError: it cannot be read.
     """
     try:
-        check_regular(path)
         return path.read_bytes()
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error

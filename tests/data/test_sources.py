@@ -1,7 +1,6 @@
 """Documents from files and from memory; errors name file and line."""
 
 import json
-import os
 import pathlib
 
 import chex
@@ -114,18 +113,6 @@ def test_empty_files_are_refused(tmp_path):
         TextFiles(tmp_path / "missing.txt")
     with pytest.raises(DataError, match="No file was given"):
         JsonLines([])
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_a_pipe_is_refused(tmp_path):
-    """As `--prompts <(...)` is: it can be read only once."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is a pipe; a regular file is needed"):
-        TextFiles(tmp_path / "pipe")
-    for name in ("a.parquet", "b.arrow"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(DataError, match=f"{name} is a pipe; a regular file is needed"):
-            as_source(tmp_path / name)
 
 
 def test_as_source(tmp_path):
