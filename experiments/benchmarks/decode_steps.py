@@ -6,29 +6,27 @@ share of the step's roofline: weights and live keys and values read once, at the
 read on this card in the same run. The roofline counts only experts that a step of so many tokens
 reads (`Experts.read_by`), and the window of sliding layers.
 
-`--heads` sets the distribution of live tokens over heads, at the same total: between empty and
-twice the mean ("uneven", like learned eviction), equal ("even", like a fixed budget), or a few
-heads near dense and only the window in the others ("few"). With `--model-parallel` heads,
-feed-forward and vocabulary are split over that many devices, and the roofline is that of the device
-that reads the most. `--profile-below 1` adds the times of the kernels of a step.
+Live tokens are spread over the heads between the window and twice the mean, like learned eviction.
+With `--model-parallel` heads, feed-forward and vocabulary are split over that many devices, and the
+roofline is that of the device that reads the most. `--profile-below 1` adds the times of the
+kernels of a step.
 
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --memory 0.8 --chunk 16 \
         --context 32768 --ratios 1 2 4 8                # figure 5 of the DMC paper
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
-        --ratios 1 8 --model-parallel 1 2 --turns 3     # 95 GB: 61 of weights, 29 of cache
+        --ratios 1 8 --model-parallel 1 2     # 95 GB: 61 of weights, 29 of cache
     python -m experiments.benchmarks.decode_steps --shapes qwen3-30b-a3b --batch 64 \
         --context 4096 --ratios 1 4 --profile-below 0.6 --out runs/decode/qwen3_30b_a3b.json
 """
 
 import dataclasses
 import gc
-import itertools
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -50,8 +48,6 @@ from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
 from experiments.benchmarks.timing import about
 
-Heads = Literal["uneven", "even", "few"]
-NEAR_DENSE = 0.95  # share of the tokens beyond the window
 Size = tuple[int, int]  # devices over which sequences and heads are split
 
 
@@ -67,8 +63,6 @@ class Config:
     """Earlier tokens of each sequence."""
     ratios: tuple[int, ...] = (1, 4, 8)
     """Compression ratios of the live tokens; 1 is the plain cache."""
-    heads: tuple[Heads, ...] = ("uneven",)
-    """Distribution of live tokens over heads, at the same total."""
     window: int = 128
     """Tokens that no head evicts."""
     memory: float | None = None
@@ -82,8 +76,6 @@ class Config:
     """Devices over which heads, feed-forward and vocabulary are split; several values alternate."""
     data_parallel: tuple[int, ...] = (1,)
     """Devices, or groups of `model_parallel` devices, with separate sequences; likewise."""
-    turns: int = 1
-    """Timings of each row; the median turn counts."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     profile_below: float = 0.0
@@ -137,10 +129,8 @@ def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> fl
     return float(np.median(times))
 
 
-def row_lengths(
-    config: Config, model: dms_jax.LanguageModel, ratio: int, spread: Heads = "uneven"
-) -> np.ndarray:
-    """Draws [L, B, K] live tokens with mean context / ratio, distributed over the heads.
+def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.ndarray:
+    """Draws [L, B, K] live tokens with mean context / ratio, unevenly over the heads.
 
     Rows of sliding layers hold their window.
     """
@@ -148,13 +138,11 @@ def row_lengths(
     heads = (config.batch * parallel(model)[0], model.config.num_kv_heads)
     lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
     rows = (model.config.num_full_layers, *heads)
-    lengths[~sliding] = _growing_lengths(config, rows, ratio, spread)
+    lengths[~sliding] = _growing_lengths(config, rows, ratio)
     return lengths
 
 
-def _growing_lengths(
-    config: Config, shape: tuple[int, int, int], ratio: int, spread: Heads
-) -> np.ndarray:
+def _growing_lengths(config: Config, shape: tuple[int, int, int], ratio: int) -> np.ndarray:
     if ratio == 1:
         return np.full(shape, config.context)
     least, far = config.window + 1, config.context - config.window - 1
@@ -162,19 +150,6 @@ def _growing_lengths(
     drawn = np.random.default_rng(0).uniform(0, 2 * kept, (shape[0], 1, shape[2]))
     drawn *= kept / drawn.mean()
     lengths = least + np.round(drawn * far).astype(np.int64)
-    total, count = int(lengths.sum()), lengths.size
-    if spread == "even":
-        even = np.full(count, total // count)
-        even[: total % count] += 1
-        lengths = even.reshape(lengths.shape)
-    elif spread == "few":
-        # A few heads hold nearly everything, one the remainder, and the others the window.
-        dense = least + round(NEAR_DENSE * far)
-        few = np.full(count, least)
-        full, rest = divmod(total - few.sum(), dense - least)
-        few[:full] = dense
-        few[full : full + 1] += rest
-        lengths = np.random.default_rng(1).permutation(few).reshape(lengths.shape)
     return np.broadcast_to(lengths, shape)
 
 
@@ -252,13 +227,12 @@ def time_paged(
     model: dms_jax.LanguageModel,
     ratio: int,
     rate: float,
-    spread: Heads = "uneven",
 ) -> dict[str, Any]:
     """Times decode steps through the library's own loop."""
     if config.memory is not None:
         tokens = config.context / ratio + config.chunk * (config.repeats + 3)
         config = dataclasses.replace(config, batch=fitting_batch(config.memory, model, tokens))
-    lengths = row_lengths(config, model, ratio, spread)
+    lengths = row_lengths(config, model, ratio)
     policy = policy_of(config.context, config.window, ratio)
     runner = filled_runner(config, model, policy, lengths, ratio)
     data, split = parallel(model)
@@ -276,7 +250,6 @@ def time_paged(
     return figures | dict(
         ratio=ratio,
         batch=config.batch,
-        heads=spread,
         data_parallel=data,
         model_parallel=split,
         tokens_per_second=runner.num_lanes / seconds,
@@ -285,27 +258,6 @@ def time_paged(
         cache_bytes=int(pages.sum()) * 64 * entry,
         largest_batch=largest_batch(model, sequence_bytes),
     )
-
-
-def time_in_turns(
-    config: Config, models: Mapping[Size, dms_jax.LanguageModel], ratio: int, rate: float
-) -> dict[tuple[Size, Heads], dict[str, Any]]:
-    """Returns the figures of the median turn of each model and spread, and all milliseconds.
-
-    Each turn has a new cache, so that the memory holds one at a time.
-    """
-    spreads = config.heads if ratio > 1 else config.heads[:1]
-    turns = {key: list[dict[str, Any]]() for key in itertools.product(models, spreads)}
-    for _ in range(config.turns):
-        for (size, spread), each in turns.items():
-            each.append(time_paged(config, models[size], ratio, rate, spread))
-            gc.collect()
-    found = {}
-    for key, each in turns.items():
-        ordered = sorted(each, key=lambda figures: figures["step_ms"])
-        times = [figures["step_ms"] for figures in each]
-        found[key] = ordered[len(ordered) // 2] | dict(turns_ms=times)
-    return found
 
 
 def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[[], Any]]:
@@ -420,13 +372,11 @@ def main(config: Config) -> None:
         models = {size: model_of(shape, dtype, mesh) for size, mesh in meshes.items()}
         for ratio in config.ratios:
             name = "plain cache" if ratio == 1 else f"live = context / {ratio}"
-            for ((data, split), spread), figures in time_in_turns(
-                config, models, ratio, rate
-            ).items():
-                heads = f", {spread} heads" if ratio > 1 and len(config.heads) > 1 else ""
+            for (data, split), model in models.items():
                 groups = f"{data} x " if data > 1 else ""
                 devices = f", {groups}{split} devices" if data * split > 1 else ""
-                add(shape, name + heads + devices, figures)
+                add(shape, name + devices, time_paged(config, model, ratio, rate))
+                gc.collect()
         del models
         gc.collect()
 

@@ -33,7 +33,6 @@ RUNS: dict[str, dict] = {
         repeats=1,
         dtype="float32",
         ratios=(1, 4),
-        heads=("uneven", "even", "few"),
         model_parallel=(1, 2),
         data_parallel=(2,),
     ),

@@ -85,18 +85,13 @@ def test_ratio_that_keeps_less_than_the_window_is_refused():
         decode_steps.Config(context=1031, ratios=(1, 8))
 
 
-def test_spreads_of_live_tokens_have_the_same_total():
+def test_live_tokens_leave_the_ratio():
     model = shapes.model_of("tiny", jnp.float32)
     config = decode_steps.Config(shapes=("tiny",), context=2048, window=32, batch=3, ratios=(4,))
-    rows = {
-        spread: decode_steps.row_lengths(config, model, 4, spread)
-        for spread in ("uneven", "even", "few")
-    }
-    assert len({int(each.sum()) for each in rows.values()}) == 1
-    assert abs(np.mean(rows["even"]) - 2048 / 4) < 2
-    assert np.ptp(rows["even"]) <= 1
-    assert rows["few"].max() > 0.9 * 2048
-    assert (rows["few"] == 33).mean() >= 0.5
+    rows = decode_steps.row_lengths(config, model, 4)
+    assert abs(np.mean(rows) - 2048 / 4) < 2
+    assert rows.min() >= 33
+    assert np.ptp(rows) > 100
 
 
 def test_fitting_batch_fills_the_memory(monkeypatch):
