@@ -9,7 +9,6 @@ import pathlib
 import platform
 import tempfile
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -44,24 +43,6 @@ def make_folder(option: str, path: pathlib.Path) -> None:
             pass
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
-
-
-@contextlib.contextmanager
-def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
-    """Creates a folder; if the context fails, removes it again if it is empty.
-
-    Raises:
-      ConfigError: it cannot be created.
-    """
-    made = [each for each in (path, *path.parents) if not each.exists()]
-    make_folder(option, path)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # not empty
-            for each in made:
-                each.rmdir()
-        raise
 
 
 def make_place(option: str, path: pathlib.Path) -> None:
