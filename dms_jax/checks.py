@@ -136,11 +136,9 @@ def check(name: str, value: Any, kind: Any) -> Any:
     """
     fit = _fit(value, kind)
     if fit is _UNFIT:
-        error = ConfigError(
+        raise ConfigError(
             f"{name} must be {_describe(kind, value)}, got {show(value)}{_advice(kind)}."
         )
-        error.argument = name
-        raise error
     return fit
 
 

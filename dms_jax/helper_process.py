@@ -104,11 +104,9 @@ class Helpers:
 
     def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, count: int):
         self.program, self.arguments, self.seconds = program, arguments, seconds
-        self._count = count
-        self.forget()
+        self._places = threading.Semaphore(count)
+        self.idle, self.busy = list[Running](), set[Running]()
         atexit.register(self.close)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.forget)
 
     def ask(self, question: str) -> dict[str, Any]:
         """Return the answer to a question, both in JSON; it has "error" if the process ended.
@@ -143,8 +141,3 @@ class Helpers:
             self.idle.pop().close()
         for running in tuple(self.busy):  # its question gets an error
             running.process.kill()
-
-    def forget(self) -> None:
-        """Drop the processes after a fork, because they belong to the parent."""
-        self._places = threading.Semaphore(self._count)
-        self.idle, self.busy = list[Running](), set[Running]()

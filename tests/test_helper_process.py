@@ -91,17 +91,6 @@ def test_threads_get_their_own_answers(helper):
     assert right == [True] * 160
 
 
-def test_fork_has_its_own_process(helper):
-    assert ask(helper, 1)
-    before = helper.idle
-    helper.forget()  # called in the child after a fork
-    assert ask(helper, 2)
-    assert helper.idle != before
-    helper.close()
-    helper.idle = before
-    assert ask(helper, 3)
-
-
 def test_program_that_does_not_start(helper, monkeypatch):
     helper.program.write_text("")
     with pytest.raises(OSError, match=r"did not start echo\.py"):

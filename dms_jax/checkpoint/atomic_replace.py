@@ -73,7 +73,7 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
         CheckpointError: the target contains files that are not part of this layout.
         OSError: a file cannot be written.
     """
-    own, documents = _classify_files(target, layout)
+    documents = _check_files(target, layout)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{target.name}.saving-", dir=target.parent, ignore_cleanup_errors=True
@@ -86,22 +86,17 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
         if target.is_dir():  # keep its permissions
             shutil.copymode(target, new)
         flush(*(file for file in new.iterdir() if not file.is_symlink()), new)
-        old = _swap(new, target)
-        if old is not None:
-            for entry in old.iterdir():
-                created = entry.name not in own | documents | layout.files  # in the meantime
-                if created and not os.path.lexists(target / entry.name):
-                    entry.rename(target / entry.name)
+        _swap(new, target)
 
 
-def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set[str]]:
-    """List the files of this layout, and the documents beside them.
+def _check_files(target: pathlib.Path, layout: Layout) -> set[str]:
+    """List the documents beside the files of this layout.
 
     Raises:
         CheckpointError: there are other files, which replacing would destroy.
     """
     if not os.path.lexists(target):
-        return set(), set()
+        return set()
     if not target.is_dir():
         raise CheckpointError(f"{target} is a file; give a directory to write {layout.kind} to")
     if target.samefile("."):
@@ -133,7 +128,7 @@ def _classify_files(target: pathlib.Path, layout: Layout) -> tuple[set[str], set
             f"{target} holds {_some(sorted(own))} and no {layout.mark}, so it is not {layout.kind} "
             "that can be replaced; give a new directory"
         )
-    return own, documents
+    return documents
 
 
 def _some(names: list[str]) -> str:
@@ -152,11 +147,11 @@ def flush(*paths: pathlib.Path) -> None:
             os.close(number)
 
 
-def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
-    """Replace `target` by `new`; returns the new path of the old one."""
+def _swap(new: pathlib.Path, target: pathlib.Path) -> None:
+    """Replace `target` by `new`."""
     if not os.path.lexists(target):
         new.rename(target)
-        return None
+        return
     old = new.with_name("old")
     try:
         target.rename(old)
@@ -165,4 +160,3 @@ def _swap(new: pathlib.Path, target: pathlib.Path) -> pathlib.Path | None:
         if old.exists() and not os.path.lexists(target):
             old.rename(target)
         raise
-    return old

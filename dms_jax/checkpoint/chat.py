@@ -1,8 +1,8 @@
 """Render the chat template of a checkpoint, in jinja2's sandbox.
 
 A template is code from the checkpoint's author. As in transformers, the sandbox prevents it from
-changing its inputs and from reaching files and Python's internals; here the length of its output is
-limited too. Its time and memory are not limited.
+changing its inputs and from reaching files and Python's internals. Its time and memory are not
+limited.
 """
 
 import datetime
@@ -19,8 +19,6 @@ import jinja2.sandbox
 from dms_jax.checkpoint.messages import call_names, read_messages, with_written_arguments
 from dms_jax.errors import DataError, plain
 
-MAX_TEXT = 64 * 2**20  # characters
-
 
 def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> str:
     """Render `template` with `messages`, `add_generation_prompt` and its other variables.
@@ -29,8 +27,7 @@ def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> 
     template; if the template prints it as "None", it becomes an empty text.
 
     Raises:
-        DataError: the template does not compile, rejects these messages, drops tool calls, or
-            writes too much.
+        DataError: the template does not compile, rejects these messages, or drops tool calls.
     """
     read = read_messages(messages)
     calling = [place for place, message in enumerate(read) if message.get("tool_calls")]
@@ -56,18 +53,12 @@ def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> 
 
 
 def _render(template: str, **variables: Any) -> str:
-    parts, size = [], 0
     try:
-        for part in _compile(template).generate(**variables):
-            size += len(part)
-            if size > MAX_TEXT:
-                raise jinja2.TemplateError(f"it writes more than {MAX_TEXT} characters")
-            parts.append(part)
+        return _compile(template).render(**variables)
     except jinja2.TemplateError as error:
         raise _failed(f"it says: {plain(error, 1000)}") from error
     except Exception as error:  # a template can raise anything
         raise _failed(f"{type(error).__name__}: {plain(error, 1000)}") from error
-    return "".join(parts)
 
 
 def _failed(why: str) -> DataError:

@@ -24,8 +24,6 @@ from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.values import AdapterShape
 
-# Published checkpoints have at most ten; every decode step compares with each.
-MAX_END_TOKENS = 64
 # Names that begin like paths or end like weight files are not looked up on the hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 HOLDS = "a checkpoint directory holds config.json, *.safetensors and tokenizer.json"
@@ -80,7 +78,6 @@ def _read_directory(directory: pathlib.Path) -> Contents:
     reads_images, hf_config = language is not hf_config, dict(language)
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
-    weights.unwrap()
     if reads_images:
         weights.keep_language_model()
         warnings.warn(
@@ -208,11 +205,6 @@ def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int,
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
         raise CheckpointError(f"{place}: {name} must be a token id or a list of them")
     kept = tuple(dict.fromkeys(i for i in listed if i != -1))
-    if len(kept) > MAX_END_TOKENS:
-        raise CheckpointError(
-            f"{place}: {name} lists {len(kept)} tokens, more than the {MAX_END_TOKENS} that are "
-            "served; keep those that end an answer"
-        )
     outside = [i for i in kept if not 0 <= i < vocab_size]
     if outside:
         own = place == _TOKENIZER

@@ -9,7 +9,6 @@ import pathlib
 import platform
 import tempfile
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import jax
 import dms_jax
 from dms_jax.command_line.running import command
 from dms_jax.json_text import json_text
-from dms_jax.regular_files import check_regular
 
 
 def provenance(config: Any) -> dict[str, Any]:
@@ -47,24 +45,6 @@ def make_folder(option: str, path: pathlib.Path) -> None:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error
 
 
-@contextlib.contextmanager
-def reserve_folder(option: str, path: pathlib.Path) -> Iterator[None]:
-    """Creates a folder; if the context fails, removes it again if it is empty.
-
-    Raises:
-      ConfigError: it cannot be created.
-    """
-    made = [each for each in (path, *path.parents) if not each.exists()]
-    make_folder(option, path)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # not empty
-            for each in made:
-                each.rmdir()
-        raise
-
-
 def make_place(option: str, path: pathlib.Path) -> None:
     """Creates the folder of a file, and tries a temporary file in it.
 
@@ -85,7 +65,6 @@ def read_file(option: str, path: pathlib.Path) -> bytes:
       ConfigError: it cannot be read.
     """
     try:
-        check_regular(path)
         return path.read_bytes()
     except OSError as error:
         raise dms_jax.ConfigError(f"{option} {path}: {error.strerror}.") from error

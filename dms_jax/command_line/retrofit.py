@@ -25,7 +25,7 @@ import pathlib
 import dms_jax
 from dms_jax import assets, processes
 from dms_jax.command_line.options import find_both, read_options
-from dms_jax.command_line.reports import reserve_folder
+from dms_jax.command_line.reports import make_folder
 from dms_jax.command_line.retrofitting import Config, check_window
 from dms_jax.command_line.self_taught import settings
 from dms_jax.command_line.self_taught.settings import SelfTaught
@@ -108,7 +108,8 @@ def main(config: Config | SelfTaught) -> None:
     # Check the options before loading anything; the model's positions are not known yet.
     asked = dataclasses.replace(config, steps=None, tokens=None).make_recipe()
     policy = config.make_policy()
-    with reserve_folder("--out", config.out), contextlib.ExitStack() as closing:
+    make_folder("--out", config.out)
+    with contextlib.ExitStack() as closing:
         data = config.make_data()
         path, adapter = find_both(config.model, config.adapter)
         base = dms_jax.load(path, mesh=mesh, adapter=adapter, for_training=True)

@@ -20,7 +20,6 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts
-from dms_jax.command_line.spelling import spelled_as_options
 from dms_jax.errors import EngineFailedError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
@@ -67,8 +66,7 @@ def run(
             config = _from_starting_point(settings, called, description, given)
         else:
             config = _parsed(settings, called, description, given)
-        with spelled_as_options(type(config)):
-            return main(config)
+        return main(config)
 
     return status_of(call, interrupted)
 
@@ -112,8 +110,7 @@ def _parsed(
       SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     help_texts.show(description, given)
-    registry = help_texts.REGISTRY
-    return tyro.cli(settings, prog=program, description="", args=given, registry=registry, **how)
+    return tyro.cli(settings, prog=program, description="", args=given, **how)
 
 
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:

@@ -121,7 +121,6 @@ def batches(
     documents = TokenizedDocuments(source, tokenizer, vocab_size)
     sequences = pack(
         one_stream(documents, seed=seed, repeat=repeat),
-        documents,
         packing=packing,
         length=length,
         bins=_OPEN_SEQUENCES,
@@ -250,8 +249,7 @@ def process_batches(
         warnings.warn(
             f"A step takes {assignment.streams} sequences, each of other documents, and there are "
             f"{len(documents)}: some sequences of a step repeat others, token by token. Give more "
-            "documents (a long text in parts, with <|endoftext|> between them), or a smaller "
-            "batch_size.",
+            "documents or a smaller batch_size.",
             skip_file_prefixes=(PACKAGE,),
         )
     streams = split_streams(documents, assignment.streams, assignment.own_streams, seed=seed)
@@ -261,7 +259,7 @@ def process_batches(
         bins=max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // assignment.streams),
     )
     sequences = {
-        number: iter(pack(stream, documents, seed=seed + number, **options))
+        number: iter(pack(stream, seed=seed + number, **options))
         for number, stream in streams.items()
     }
     return ProcessBatches(sequences, assignment)

@@ -18,16 +18,6 @@ from typing import Any
 
 from dms_jax.errors import ConfigError, DataError
 
-# The first ten and the last four bytes of files that are not text.
-_OTHERS = {
-    "a file packed by gzip": rb"\x1f\x8b",
-    "a file packed by zstd": rb"\x28\xb5\x2f\xfd",
-    "a file packed by xz": rb"\xfd7zXZ\x00",
-    "a file packed by bzip2": rb"BZh\d1AY&SY",
-    "a zip archive": rb"PK\x03\x04",
-    "a Parquet file": rb"(?s)PAR1.*PAR1\Z",
-    "an Arrow file": rb"ARROW1\x00\x00",
-}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ROWS_AT_A_TIME = 1024
 
@@ -36,21 +26,8 @@ def map_text(path: pathlib.Path) -> mmap.mmap:
     """Returns the content of a text file, unpacked.
 
     Raises:
-      DataError: it is missing, empty, damaged, or of a kind that is not text.
+      DataError: it is missing, empty or damaged.
     """
-    content = _mapped(path)
-    ends = content[:10] + content[-4:]
-    for kind, pattern in _OTHERS.items():
-        if re.match(pattern, ends):
-            raise DataError(
-                f"{path} holds {kind}, and no text. Unpack it, or rename it to its type: "
-                "files that end in .gz, .parquet or .arrow are read as such."
-            )
-    return content
-
-
-def _mapped(path: pathlib.Path) -> mmap.mmap:
-    _refuse_pipe(path)
     try:
         if path.suffix != ".gz":
             with path.open("rb") as file:
@@ -65,11 +42,6 @@ def _mapped(path: pathlib.Path) -> mmap.mmap:
         raise DataError(f"{path} is no whole gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _refuse_pipe(path: pathlib.Path) -> None:
-    if path.is_fifo():
-        raise DataError(f"{path} is a pipe; a regular file is needed, as it is read several times.")
 
 
 def read_json(text: str) -> Any:
@@ -98,9 +70,8 @@ def open_table(path: pathlib.Path) -> Any:
 
     Raises:
       ConfigError: pyarrow is not installed.
-      DataError: the file is missing, damaged or a pipe.
+      DataError: the file is missing or damaged.
     """
-    _refuse_pipe(path)
     try:
         import pyarrow
         import pyarrow.ipc

@@ -19,7 +19,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from dms_jax.data.tokenization import Tokenized, TokenizedDocuments
+from dms_jax.data.tokenization import Tokenized
 from dms_jax.errors import DataError
 
 _NAMES = ("tokens", "loss_mask")
@@ -27,7 +27,6 @@ _NAMES = ("tokens", "loss_mask")
 
 def pack(
     stream: grain.IterDataset,
-    documents: TokenizedDocuments,
     *,
     packing: str,
     length: int,
@@ -37,55 +36,45 @@ def pack(
     """Returns the sequences of a stream, as `{"tokens", "loss_mask"}`, each [T].
 
     Args:
-      stream: non-empty documents; long texts as their first chunk.
-      documents: source of the further chunks of long texts.
+      stream: non-empty documents.
       packing: "concatenate", "concatenate_whole", or "first_fit", which adds "segment_ids", [T].
       length: T, tokens per sequence.
       bins: number of sequences that first fit keeps open.
       seed: seed of the order in which first fit returns sequences.
     """
     if packing == "first_fit":
-        return _first_fit(stream, documents, length, bins, seed)
-    return _Concatenate(stream, documents, length, carry=packing == "concatenate")
+        return _first_fit(stream, length, bins, seed)
+    return _Concatenate(stream, length, carry=packing == "concatenate")
 
 
 class _Concatenate(grain.IterDataset):
     """Concatenates and cuts documents; with `carry` a document's rest starts the next sequence."""
 
-    def __init__(
-        self, parent: grain.IterDataset, documents: TokenizedDocuments, length: int, *, carry: bool
-    ):
+    def __init__(self, parent: grain.IterDataset, length: int, *, carry: bool):
         super().__init__(parent)
-        self._options = (documents, length, carry)
+        self._options = (length, carry)
 
     def __iter__(self) -> grain.DatasetIterator:
         return _ConcatenateIterator(iter(self._parent), *self._options)
 
 
 class _ConcatenateIterator(grain.DatasetIterator):
-    """The state: the parent's before the current document, the chunk, the offset in the chunk.
+    """The state: the parent's before the current document, and the offset in the document.
 
     The rest of a document is not stored; it is tokenized again.
     """
 
-    def __init__(
-        self,
-        parent: grain.DatasetIterator,
-        documents: TokenizedDocuments,
-        length: int,
-        carry: bool,
-    ):
+    def __init__(self, parent: grain.DatasetIterator, length: int, carry: bool):
         super().__init__(parent)
-        self._documents, self._length, self._carry = documents, length, carry
-        self._before: dict[str, Any] = parent.get_state()
-        self._chunk: Tokenized | None = None
-        self._start = self._offset = 0
+        self._length, self._carry = length, carry
+        self._end_document()
 
     def __next__(self) -> dict[str, np.ndarray]:
         parts, missing = [], self._length
         while missing:
-            chunk = self._current()
-            part = {name: chunk[name][self._offset : self._offset + missing] for name in _NAMES}
+            document = self._current()
+            end = self._offset + missing
+            part = {name: document[name][self._offset : end] for name in _NAMES}
             self._offset += len(part["tokens"])
             missing -= len(part["tokens"])
             parts.append(part)
@@ -94,56 +83,42 @@ class _ConcatenateIterator(grain.DatasetIterator):
         return {name: np.concatenate([part[name] for part in parts]) for name in _NAMES}
 
     def _current(self) -> Tokenized:
-        """Returns the chunk with the next token."""
-        while self._chunk is None or self._offset == len(self._chunk["tokens"]):
-            if self._chunk is not None and self._chunk["next"] >= 0:
-                self._start, self._offset = int(self._chunk["next"]), 0
-                self._chunk = self._documents.chunk(int(self._chunk["index"]), self._start)
-            else:
-                self._end_document()
-                self._chunk = next(self._parent)
-        return self._chunk
+        """Returns the document with the next token."""
+        document = self._document
+        while document is None or self._offset == len(document["tokens"]):
+            self._end_document()
+            document = self._document = next(self._parent)
+        return document
 
     def _end_document(self) -> None:
-        self._before = self._parent.get_state()
-        self._chunk, self._start, self._offset = None, 0, 0
+        self._before: dict[str, Any] = self._parent.get_state()
+        self._document: Tokenized | None = None
+        self._offset = 0
 
     def get_state(self) -> dict[str, Any]:
-        return {"parent": self._before, "start": self._start, "offset": self._offset}
+        return {"parent": self._before, "offset": self._offset}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._parent.set_state(state["parent"])
         self._end_document()
-        if state["start"] or state["offset"]:
-            chunk = next(self._parent)
-            index, self._start, self._offset = int(chunk["index"]), state["start"], state["offset"]
-            if self._start:
-                chunk = self._documents.chunk(index, self._start)
-            if self._offset > len(chunk["tokens"]):  # otherwise no sequence would ever be full
+        if state["offset"]:
+            document, self._offset = next(self._parent), state["offset"]
+            if self._offset > len(document["tokens"]):  # no sequence would ever be full
                 raise DataError(
-                    f"Document {index} ends before the place up to which it was read when this "
-                    "state was taken: these are other data. Give the run's data to resume it."
+                    "A document ends before the place up to which it was read when this state was "
+                    "taken: these are other data. Give the run's data to resume it."
                 )
-            self._chunk = chunk
+            self._document = document
 
 
-def _first_fit(
-    parent: grain.IterDataset, documents: TokenizedDocuments, length: int, bins: int, seed: int
-) -> grain.IterDataset:
+def _first_fit(parent: grain.IterDataset, length: int, bins: int, seed: int) -> grain.IterDataset:
     """Packs whole documents; a document is truncated to T tokens."""
 
-    def whole(document: Tokenized) -> dict[str, np.ndarray]:
-        parts, count = [document], len(document["tokens"])
-        while count < length and parts[-1]["next"] >= 0:
-            parts.append(documents.chunk(int(document["index"]), int(parts[-1]["next"])))
-            count += len(parts[-1]["tokens"])
-        return {
-            name: np.concatenate([part[name] for part in parts])[:length].astype(np.int32)
-            for name in _NAMES
-        }
+    def truncated(document: Tokenized) -> dict[str, np.ndarray]:
+        return {name: document[name][:length].astype(np.int32) for name in _NAMES}
 
     packed = grain.experimental.FirstFitPackIterDataset(
-        parent.map(whole),
+        parent.map(truncated),
         length_struct={"tokens": length, "loss_mask": length},
         num_packing_bins=bins,
         seed=seed % 2**64,  # NumPy refuses negative ones

@@ -32,6 +32,7 @@ SEPARATOR = "<|endoftext|>"
 _MARK = codecs.BOM_UTF8
 _COUNTED_AT_A_TIME = 2**24  # bytes to search for line ends at a time
 _SAMPLED = 1024  # documents that the fingerprint reads: the first, the last, evenly spaced ones
+_LONGEST_PART = 2**18  # bytes of a document of a text file, so that long texts are shuffled too
 Paths = str | pathlib.Path | Sequence[str | pathlib.Path]
 
 
@@ -58,9 +59,8 @@ class _Files(Records):
             raise DataError("No file was given.")
         self.read_all()
 
-    @staticmethod
     @abc.abstractmethod
-    def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]: ...
+    def _spans(self, content: mmap.mmap) -> Iterator[tuple[int, int]]: ...
 
     def count(self) -> int:
         """Returns the number of spans."""
@@ -107,14 +107,26 @@ class TextFiles(_Files):
     Args:
       paths: path of one file, or several.
       fields: which documents to skip (`malformed`, `longest`).
+      most: bytes of the longest document; longer ones are divided at line breaks or spaces. None
+        for no limit.
 
     Raises:
       DataError: a file is missing or empty; when a document is read, it is not UTF-8.
     """
 
-    @staticmethod
-    def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-        return _split(content, SEPARATOR.encode())
+    def __init__(self, paths: Paths, fields: Fields | None = None, *, most: int | None = None):
+        self._most = most
+        super().__init__(paths, fields)
+
+    def _spans(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        for start, end in _split(content, SEPARATOR.encode()):
+            while self._most is not None and end - start > self._most:
+                marks = (content.rfind(mark, start, start + self._most) for mark in (b"\n", b" "))
+                cut = next((place + 1 for place in marks if place > start), end)
+                yield start, cut
+                start = cut
+            if start < end:
+                yield start, end
 
     def record(self, place: int) -> dict[str, str]:
         """Returns a document as a record of one field."""
@@ -133,8 +145,7 @@ class JsonLines(_Files):
         it is malformed.
     """
 
-    @staticmethod
-    def _spans(content: mmap.mmap) -> Iterator[tuple[int, int]]:
+    def _spans(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
         return _split(content, b"\n")
 
     def record(self, place: int) -> Any:
@@ -147,9 +158,9 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
 
     Args:
       data: a source; one path or a list of `pathlib.Path` (`.jsonl` and `.json` are JSON lines,
-        `.parquet` and `.arrow` tables, folders datasets saved to disk, anything else is text; each
-        file may be compressed with gzip, `.gz`); a list of strings, of conversations or of token
-        ids; or an [N, T] array of token ids.
+        `.parquet` and `.arrow` tables, folders datasets saved to disk, anything else is text, in
+        documents of at most 256 KiB; each file may be compressed with gzip, `.gz`); a list of
+        strings, of conversations or of token ids; or an [N, T] array of token ids.
       fields: the fields of a record that make a document, and the records to skip; for data in
         memory only `fields.malformed` counts.
 
@@ -216,7 +227,9 @@ def _open(paths: list[pathlib.Path], fields: Fields | None) -> Source:
         raise DataError("Text files, JSON lines and tables cannot be mixed in one list.")
     if kinds == {"table"}:
         return Tables(paths, fields)
-    return (JsonLines if kinds == {"lines"} else TextFiles)(paths, fields)
+    if kinds == {"lines"}:
+        return JsonLines(paths, fields)
+    return TextFiles(paths, fields, most=_LONGEST_PART)
 
 
 def _kind(path: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-r"""Tokenization of documents, with long texts in chunks.
+"""Tokenization of documents, with long texts in chunks.
 
 A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
 conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
@@ -10,14 +10,9 @@ generation: the template up to an answer is its prompt.
 
     # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
 
-**Chunks.** A long text is tokenized in chunks, on demand. It is cut at the border of white space,
-where the surrounding text has the same tokens with and without the cut:
-
-    encode(left + right) = encode(left) + rest(right),   rest(x) = encode("\n" + x) - encode("\n")
-
-The line break is needed because some tokenizers put a space before a text. A chunk without such a
-place grows to up to eight times the length, and is then cut inside a word, where tokens may differ
-from those of the whole text. That takes a run of a quarter of a million letters.
+**Chunks.** Some tokenizers take more than linear time, so a long text is tokenized in chunks, which
+end at white space if there is any. A chunk is tokenized behind a line break, whose tokens are
+removed, because some tokenizers put a space before a text.
 
 **Documents that cannot be encoded.** A chat template may refuse a well-formed conversation, and a
 token may be outside the vocabulary. If a share of the documents may be malformed
@@ -29,7 +24,7 @@ has more tokens than the model.
 import array
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,12 +35,8 @@ from dms_jax.data.documents import AnswersOnly, Document, Exchange, Source
 from dms_jax.errors import DataError
 
 CHUNK = 32_768  # characters
-_LONGEST = 8  # times CHUNK, the limit of a chunk without a place to cut
-_AROUND = 48  # characters to compare on either side of a cut
-_TRIED = 16  # cuts of each kind to try
-_LINE = re.compile(r"\n(?=\S)")
+_LINE = re.compile(r"(?<=\S)\n(?=\S)")
 _WORD = re.compile(r"(?<=\S)(?=[ \n\t])")
-_ANY = re.compile(r"(?=.)", re.DOTALL)
 
 Part = tuple[str | np.ndarray, bool]  # a text or token ids; whether it belongs to an answer
 Tokenized = dict[str, np.ndarray]
@@ -54,49 +45,26 @@ Tokenized = dict[str, np.ndarray]
 class TokenizedDocuments:
     """The documents of a source as token ids: the random-access data source of Grain.
 
-        {"tokens": int32 [n], "loss_mask": bool [n], "index": [], "next": []}
-
-    A long text is represented by its first chunk. `next` is the start of its next chunk, or -1;
-    packing fetches it (`chunk`) on demand.
+    {"tokens": int32 [n], "loss_mask": bool [n]}
     """
 
     def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
-        # Chunks of one text are requested in order.
-        self._text: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Tokenized:
-        return self._encode(index, self._source[index], 0)
-
-    def chunk(self, index: int, start: int) -> Tokenized:
-        """Returns the chunk of a text that starts at `start`."""
-        if self._text[0] != index:
-            self._text = (index, self._source[index])
-        return self._encode(index, self._text[1], start)
-
-    def _encode(self, index: int, document: Any, start: int) -> Tokenized:
-        after = -1
         try:
             if isinstance(self._source, AnswersOnly):
-                tokens, counts = encode_answers(document, self._tokenizer)
+                tokens, counts = encode_answers(self._source[index], self._tokenizer)
             else:
-                if isinstance(document, str):
-                    tokens, after = _encode_text_chunk(document, start, self._tokenizer)
-                else:
-                    tokens = encode_document(document, self._tokenizer)
+                tokens = encode_document(self._source[index], self._tokenizer)
                 counts = np.ones(tokens.shape, bool)
             check_vocabulary(tokens, self._vocab_size)
         except DataError as error:
             raise DataError(f"{self._source.where(index)}: {error}") from error
-        return {
-            "tokens": tokens,
-            "loss_mask": counts,
-            "index": np.asarray(index),
-            "next": np.asarray(after),
-        }
+        return {"tokens": tokens, "loss_mask": counts}
 
 
 def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
@@ -119,22 +87,6 @@ def encode_answers(
         earlier turns differently when later turns follow.
     """
     return _encode_parts(_parts(document, tokenizer, answers=True), tokenizer)
-
-
-def encode_chunk(text: str, start: int, tokenizer: Any) -> tuple[list[int], int]:
-    """Returns the token ids of the chunk of a text that starts at a cut, and the cut that ends it.
-
-    Args:
-      text: the text.
-      start: 0, or the end of another chunk.
-      tokenizer: the tokenizer; special tokens are not added.
-    """
-    end = _cut(text, start, tokenizer)
-    if start == 0:
-        return _encode(text[:end], tokenizer), end
-    tokens = _after_line_break(text[start:end], tokenizer)
-    # None only after a cut inside a word.
-    return _encode(text[start:end], tokenizer) if tokens is None else tokens, end
 
 
 def check_vocabulary(tokens: np.ndarray, vocab_size: int | None) -> None:
@@ -209,15 +161,6 @@ def _check_document(
     every_token_fits = vocab_size is None or (size is not None and size <= vocab_size)
     if not (every_token_fits and any(isinstance(part, str) for part, _ in parts)):
         check_vocabulary(_encode_parts(parts, tokenizer)[0], vocab_size)
-
-
-def _encode_text_chunk(text: str, start: int, tokenizer: Any) -> tuple[np.ndarray, int]:
-    """Returns the token ids of a document's chunk, and the start of the next (-1 at the end)."""
-    begin, end = _special(tokenizer)
-    ids, after = encode_chunk(text, start, tokenizer)
-    last = after == len(text)
-    ids = [*([] if start else begin), *ids, *(end if last else [])]
-    return np.asarray(ids, np.int32), -1 if last else after
 
 
 def _encode_parts(parts: list[Part], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -336,45 +279,27 @@ def _token_ids(document: Any) -> np.ndarray:
 
 def _encode_text(text: str, tokenizer: Any) -> list[int]:
     """Returns the token ids of a text, without special ones, chunk by chunk."""
-    ids, start = [], 0
-    while start < len(text):
-        chunk, start = encode_chunk(text, start, tokenizer)
-        ids += chunk
+    end = _cut(text, 0)
+    ids = _encode(text[:end], tokenizer)
+    while end < len(text):
+        start, end = end, _cut(text, end)
+        line, chunk = (_encode("\n" + each, tokenizer) for each in ("", text[start:end]))
+        if chunk[: len(line)] == line:
+            ids += chunk[len(line) :]
+        else:  # the line break became part of another token
+            ids += _encode(text[start:end], tokenizer)
     return ids
 
 
-def _cut(text: str, start: int, tokenizer: Any) -> int:
-    """Returns the end of the chunk that starts at `start`."""
-    last, longest = start, start + _LONGEST * CHUNK
-    while last + CHUNK + _AROUND < len(text):
-        last += CHUNK
-        for place in _places(text, last - CHUNK // 2, last, anywhere=last == longest):
-            left, right = text[max(start, place - _AROUND) : place], text[place : place + _AROUND]
-            rest = _after_line_break(right, tokenizer)
-            if rest is not None and _encode(left + right, tokenizer) == (
-                _encode(left, tokenizer) + rest
-            ):
-                return place
-        if last == longest:
-            return last
-    return len(text)
-
-
-def _places(text: str, least: int, most: int, *, anywhere: bool) -> Iterator[int]:
-    """Yields places to cut, from the last backwards: after line breaks, then before white space.
-
-    Then, with `anywhere`, all other places.
-    """
-    for pattern in (_LINE, _WORD, _ANY)[: 3 if anywhere else 2]:
-        found = [match.end() for match in pattern.finditer(text, least, most)]
-        yield from found[: -_TRIED - 1 : -1]
-
-
-def _after_line_break(text: str, tokenizer: Any) -> list[int] | None:
-    """Returns the tokens of a text after a line break; None if the break's token changes."""
-    line = _encode("\n", tokenizer)
-    tokens = _encode("\n" + text, tokenizer)
-    return tokens[len(line) :] if tokens[: len(line)] == line else None
+def _cut(text: str, start: int) -> int:
+    """Returns the end of the chunk that starts at `start`: a line break or a space, if any."""
+    end = start + CHUNK
+    if end >= len(text):
+        return len(text)
+    for pattern in (_LINE, _WORD):
+        if places := [found.end() for found in pattern.finditer(text, end - CHUNK // 2, end)]:
+            return places[-1]
+    return end
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

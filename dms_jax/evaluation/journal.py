@@ -23,7 +23,6 @@ from dms_jax.evaluation.traces import Answer, Trace
 from dms_jax.file_lock import lock
 from dms_jax.generation.requests import Completion
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.regular_files import check_regular
 
 NAME = "answers.jsonl"
 Place = tuple[int, int]  # problem, chain
@@ -49,7 +48,6 @@ class Journal:
         settings = json.loads(json.dumps(settings))
         with contextlib.ExitStack() as undo, _writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            check_regular(self._path)
             self._file = self._path.open("a+b")
             undo.callback(self.close)
             if lock(self._file) is False:

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -102,80 +101,22 @@ def test_impossible_token_ids_are_refused(stories, ids):
         load(stories).tokenizer.decode(ids)
 
 
-_PADDING = {
-    "strategy": {"Fixed": 10**18},
-    "direction": "Right",
-    "pad_to_multiple_of": None,
-    "pad_id": 0,
-    "pad_type_id": 0,
-    "pad_token": "x",
-}
-_TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
-
-
 @pytest.mark.parametrize(
     ("field", "value", "stage"),
     [
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "load"),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}, "encode"),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "load"),
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "encode"),
-        (
-            "normalizer",
-            {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"},
-            "encode",
-        ),
-        (
-            "post_processor",
-            _TEMPLATE | {"single": [{"SpecialToken": {"id": "x", "type_id": 0}}]},
-            "load",
-        ),
-        (
-            "post_processor",
-            _TEMPLATE | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]},
-            "load",
-        ),
-        ("model", {"type": "Unigram", "unk_id": None, "vocab": []}, "encode"),
-        ("continuing_subword_prefix", "é", "load"),
-        ("padding", _PADDING, None),  # dropped before anything is encoded
     ],
 )
 def test_tokenizer_panics_become_errors(stories, field, value, stage):
     file = stories / "tokenizer.json"
-    content = json.loads(file.read_text())
-    (content["model"] if field == "continuing_subword_prefix" else content)[field] = value
-    file.write_text(json.dumps(content))
-    declared = {} if field == "model" else {"add_bos_token": True, "bos_token": "<s>"}
-    (stories / "tokenizer_config.json").write_text(json.dumps(declared))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     if stage == "load":
         with pytest.raises(CheckpointError, match="tokenizer"):
             Tokenizer.from_directory(stories)
         return
-    tokenizer = Tokenizer.from_directory(stories)
-    if stage == "encode":
-        with pytest.raises(DataError, match="the tokenizer failed on the text"):
-            tokenizer.encode("a" * 40 + "b")
-    else:
-        assert len(tokenizer.encode("a")) < 5
-
-
-def test_panic_while_decoding_or_writing_is_converted(stories, tmp_path, monkeypatch):
-    class PanicException(BaseException):
-        pass
-
-    class Broken:
-        def __getattr__(self, name):
-            def panic(*arguments, **options):
-                raise PanicException("index out of bounds")
-
-            return panic
-
-    tokenizer = Tokenizer.from_directory(stories)
-    tokenizer.backend = Broken()
-    with pytest.raises(DataError, match="library failed: index out of bounds"):
-        tokenizer.decode([1])
-    with pytest.raises(CheckpointError, match="library failed: index out of bounds"):
-        tokenizer.save(tmp_path)
+    with pytest.raises(DataError, match="the tokenizer failed on the text"):
+        Tokenizer.from_directory(stories).encode("a" * 40 + "b")
 
 
 def test_empty_tokenizer(tmp_path):
@@ -185,13 +126,7 @@ def test_empty_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        (10**400, "no token of the model"),
-        (-2, "no token of the model"),
-        (list(range(5000)), "lists 5000 tokens, more than the 64"),
-        (True, "must be a token id"),
-        ([[1]], "must be a token id"),
-    ],
+    [(-2, "no token of the model"), (True, "must be a token id"), ([[1]], "must be a token id")],
 )
 def test_malformed_special_ids_are_refused(llama, value, message):
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
@@ -221,16 +156,11 @@ def test_tied_head_of_another_shape_is_refused(tmp_path, shape):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "message"),
-    [
-        *((each, "give one of float16, bf") for each in ("float8_e4m3fn", jnp.float8_e5m2, "c8")),
-        *((each, "is not known") for each in (["x"], object(), "V99999999999999", "\x1b[")),
-    ],
+    ("dtype", "message"), [("float8_e4m3fn", "give one of float16, bf"), ("float9", "is not known")]
 )
 def test_unserved_dtype_is_refused(llama, dtype, message):
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message):
         load(llama, dtype=dtype)
-    assert str(refusal.value).isprintable()
 
 
 def assert_can_be_shown(error: DmsJaxError) -> None:

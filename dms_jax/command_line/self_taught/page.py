@@ -1,10 +1,7 @@
-"""The page of a self-taught retrofit: the figures, and the commands."""
+"""The page of a self-taught retrofit: its figures, its command, and where the result is."""
 
-import json
-import shlex
 from typing import Any
 
-from dms_jax.command_line.options import SHIPPED
 from dms_jax.command_line.reports import write_text
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.evaluation import percent
@@ -17,46 +14,11 @@ def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
         _table(results),
         _legend(results),
         "The settings are in settings.json, all figures in results.json.",
-        "## Commands",
-        *(f"{what}:\n\n    {command}" for what, command in commands(config, results)),
+        f"The command of the run:\n\n    {results['provenance']['command']}",
+        f"The result is in {config.out / 'training' / 'model'}"
+        + (f", the adapter of {config.model}." if config.adapter_only else "."),
     ]
     write_text(config.out / "README.md", "\n\n".join(sections) + "\n")
-
-
-def commands(config: SelfTaught, results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns commands that repeat the run, try the result, and measure or merge it."""
-    result = str(config.out / "training" / "model")
-    of_model = ["--model", config.model, "--adapter", result]
-    if not config.adapter_only:
-        of_model = ["--model", result]
-    if config.dtype is not None:
-        of_model += ["--dtype", config.dtype]
-    chat, system = [], []
-    asks = ["--plain"]  # the default of `generate` is a chat if the checkpoint has one
-    if results["chat"]:
-        asks = chat = ["--chat", *(["--template", *config.template] if config.template else [])]
-        system = [] if config.system is None else ["--system", config.system]
-    start = "Why is the sky blue?" if chat else "Once upon a time"
-    try_it = ["dms-jax", "generate", start, *of_model, *asks]
-    found = [
-        ("The same run, or the rest of it", results["provenance"]["command"]),
-        ("An answer from the small cache", shlex.join(try_it)),
-    ]
-    if results["judge"] is not None:
-        options = ["path=test.jsonl", f"style={results['style']}"]
-        asked = ["--task", results["judge"], "--task-options", *options, *chat, *system]
-        answered = ["--temperature", "0", "--max-new-tokens", str(config.max_new_tokens)]
-        measured = ["dms-jax", "evaluate", *of_model, *asked, *answered]
-        found.append(("Accuracy on a file of problems of its own", shlex.join(measured)))
-    elif config.adapter_only:
-        base = json.dumps(config.model)  # double quotes, as the shell takes single ones
-        base = f"dms_jax.assets.path({base})" if config.model in SHIPPED else base
-        whole = (
-            f"import dms_jax; m = dms_jax.load({base}, adapter={json.dumps(result)}, merge=True); "
-            'dms_jax.save(m, m.policy, "whole")'
-        )
-        found.append(("A whole checkpoint", shlex.join(["python", "-c", whole])))
-    return found
 
 
 def _name(model: str) -> str:

@@ -18,7 +18,6 @@ from dms_jax.command_line.reports import (
     make_folder,
     provenance,
     read_file,
-    reserve_folder,
     write_json,
 )
 from dms_jax.command_line.retrofitting import check_window
@@ -48,16 +47,16 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
     recipe, policy = config.make_recipe(), config.make_policy()
     check_window(policy, recipe)
     records = read_prompts(config)
-    with reserve_folder("--out", config.out):
-        _check_settings(config)
-        base = config.load()
-        positions = base.config.max_position_embeddings
-        if recipe.sequence_length > positions:  # fail before hours of sampling
-            raise dms_jax.ConfigError(
-                f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
-                f"of --model {config.model}: give no more."
-            )
-        questions = read_questions(config, base, records)
+    make_folder("--out", config.out)
+    _check_settings(config)
+    base = config.load()
+    positions = base.config.max_position_embeddings
+    if recipe.sequence_length > positions:  # fail before hours of sampling
+        raise dms_jax.ConfigError(
+            f"--sequence-length {recipe.sequence_length} is beyond the {positions} positions "
+            f"of --model {config.model}: give no more."
+        )
+    questions = read_questions(config, base, records)
     write_json(config.out / "settings.json", config.to_dict())  # after all checks
     answers = sample(config, base, questions, config.out / "answers")
     lessons = choose(config, questions, answers, config.out)

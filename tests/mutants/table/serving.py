@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "data: a run of letters is one chunk",
         "dms_jax/data/tokenization.py",
-        "        if last == longest:\n            return last\n",
-        "",
-        ("tests/data/test_tokenization.py::test_run_without_a_matching_cut_is_cut_anyway",),
+        "            return places[-1]\n    return end\n",
+        "            return places[-1]\n    return len(text)\n",
+        ("tests/data/test_tokenization.py::test_run_of_one_letter_is_tokenized_in_chunks",),
     ),
 ]

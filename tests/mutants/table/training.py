@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         "data: a place behind the end of a document is taken",
         "dms_jax/data/packing.py",
-        'if self._offset > len(chunk["tokens"]):',
+        'if self._offset > len(document["tokens"]):',
         "if False:",
         ("tests/data/test_packing.py::test_state_in_a_document_that_became_shorter_is_refused",),
     ),
