@@ -136,9 +136,11 @@ def check(name: str, value: Any, kind: Any) -> Any:
     """
     fit = _fit(value, kind)
     if fit is _UNFIT:
-        raise ConfigError(
+        error = ConfigError(
             f"{name} must be {_describe(kind, value)}, got {show(value)}{_advice(kind)}."
         )
+        error.argument = name
+        raise error
     return fit
 
 

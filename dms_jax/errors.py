@@ -1,8 +1,9 @@
 """The errors of this library: every one derives from `DmsJaxError`.
 
 A message says what was wrong, where, and what to do about it. An argument of the caller is in
-backquotes. A message often quotes untrusted text (names of tensors, the output of a template), so
-it is always short and printable.
+backquotes, so that a command can name its option instead (`command_line.spelling`). A message
+often quotes untrusted text (names of tensors, the output of a template), so it is always short and
+printable.
 
 Any exception that ends a running `generate`, `score` or `evaluate` (one of these errors, an
 interrupt, a callback's error) has the finished results as its attribute `finished`:
@@ -50,9 +51,12 @@ class DmsJaxError(Exception):
 
     Attributes:
       finished: index in the call -> finished result: a completion, or a score of `score`.
+      argument: the argument that the message begins with, "Sampling: top_p"; "" unless one was
+        checked (`checks.check`).
     """
 
     finished: Mapping[int, Any] = {}
+    argument: str = ""
 
     def __init__(self, message: object = ""):
         super().__init__(plain(message, MAX_MESSAGE, lines=True))

@@ -62,6 +62,7 @@ from dms_jax.command_line.options import (
     read_tasks,
 )
 from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.spelling import options_of, spelled
 from dms_jax.data import TextFiles
 from dms_jax.data.tasks import Split
 from dms_jax.evaluation import (
@@ -216,7 +217,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
         except FAILURES as error:
             if not results or gave_up(error):
                 raise
-            failed[each.name] = str(error)
+            failed[each.name] = told(error)
         done = "could not run" if each.name in failed else "done"
         print(f"{each.name}: {done}", file=sys.stderr)
         if config.out is not None:
@@ -225,6 +226,13 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
     for name, why in failed.items():
         print(f"{name} could not run: {why}")
     return results
+
+
+def told(error: Exception) -> str:
+    """Returns the message of an error; one of the library names options, not arguments."""
+    if isinstance(error, dms_jax.DmsJaxError):
+        return spelled(error, options_of(Config))
+    return str(error)
 
 
 def report(config: Config, results: dict[str, Evaluated], failed: dict[str, str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import tyro
 
 import dms_jax
 from dms_jax.command_line import help_texts
+from dms_jax.command_line.spelling import spelled_as_options
 from dms_jax.errors import EngineFailedError
 
 FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
@@ -66,7 +67,8 @@ def run(
             config = _from_starting_point(settings, called, description, given)
         else:
             config = _parsed(settings, called, description, given)
-        return main(config)
+        with spelled_as_options(type(config)):
+            return main(config)
 
     return status_of(call, interrupted)
 

@@ -151,6 +151,15 @@ def test_failed_policy_is_named_and_others_run(tmp_path, capsys, monkeypatch):
     assert rows[-1] == {"name": "H2O", "failed": str(error)}
 
 
+def test_failed_policy_is_told_the_option(capsys, monkeypatch):
+    error = dms_jax.ConfigError("This model was never trained for it: give an `adapter`.")
+    config, _ = failing(monkeypatch, {"H2O": error})
+    evaluate.main(config)
+    assert "H2O could not run: This model was never trained for it: give an --adapter." in (
+        capsys.readouterr().out
+    )
+
+
 def test_lost_device_or_failed_baseline_ends_the_run(monkeypatch):
     lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA error: misaligned address")
     assert gave_up(lost)

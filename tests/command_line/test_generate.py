@@ -173,7 +173,7 @@ def test_several_answers_under_another_policy(capsys, tmp_path):
         (["a", "--policy", "DMS"], "dms-jax retrofit"),
         (
             ["a", "--memory-gb", "0.000001"],
-            "Give it more memory (`memory`), a smaller `page_size`",
+            "Give it more memory (--memory-gb), a smaller --page-size",
         ),
         (["Once " * 600], "601 tokens do not fit"),
         (["a", "--chat"], "no chat template"),
