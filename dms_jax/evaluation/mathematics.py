@@ -7,17 +7,16 @@ set, interval or word in any notation: 0.5 is \frac{1}{2}.
 Parsing and comparing run in worker processes (`mathematics_worker.py`), because sympy computes some
 expressions for hours, and a worker has a timeout that works from any thread. An answer that exceeds
 it counts as missing or wrong, and is logged. There is one worker per processor, and results are
-cached. Before parsing, `readable` removes what Math-Verify does not know: Unicode's signs, quotes,
-emphasis, and escaped dollars.
+cached.
 """
 
 import functools
 import json
 import logging
 import pathlib
-import re
 from typing import Any
 
+from dms_jax.data.written_answers import readable
 from dms_jax.errors import CapacityError, plain
 from dms_jax.evaluation.extras import import_extra
 from dms_jax.evaluation.sandbox import cores
@@ -25,19 +24,6 @@ from dms_jax.helper_process import Helpers
 
 MAX_CHARACTERS = 20_000  # only the end of a completion is parsed: answers come last
 _SECONDS = 5  # timeout for parsing and for comparing
-_SIGNS = str.maketrans(
-    {
-        **dict.fromkeys("\u2212\uff0d\u2010\u2011\u2012", "-"),  # minus signs and hyphens
-        **dict.fromkeys("\u00a0\u202f\u2009", " "),  # spaces within numbers
-        **dict.fromkeys('\u200b\u2060\ufeff`"\u201c\u201d\u2018\u2019', ""),
-    }
-)
-_MARKS = re.compile(r"\*{2,}|__+|\\\$|</?(?:b|i|strong|em)>")
-# *29* and _29_, but neither 3 * 10 * 2, 3*10*2 nor x_1_2
-_EMPHASIS = re.compile(
-    r"(?<![\w*])\*(?=[^\s*])([^*\n]+)\*(?![\w*])|(?<!\w)_(?=[^\s_])([^_\n]+)_(?!\w)"
-)
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))")  # 29{,}000  29\,000
 _logger = logging.getLogger("dms_jax")
 _workers = Helpers(
     pathlib.Path(__file__).with_name("mathematics_worker.py"),
@@ -50,16 +36,6 @@ _workers = Helpers(
 def require_math_verify(task: str) -> None:
     """Raises ConfigError unless the answers of a task can be judged."""
     import_extra("math_verify", package="Math-Verify", purpose=f"Judging the answers of {task}")
-
-
-def readable(text: str) -> str:
-    r"""Returns a text without Unicode's signs, and without quotes and emphasis.
-
-    # In: "It is \$29, not −5."  Out: "It is 29, not -5."
-    """
-    text = _MARKS.sub("", text.translate(_SIGNS))
-    text = _EMPHASIS.sub(lambda found: found[1] or found[2], text)
-    return _THOUSANDS.sub(",", text)
 
 
 @functools.lru_cache(maxsize=1 << 16)  # all chains of an evaluation, for score and vote

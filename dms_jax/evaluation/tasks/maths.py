@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from dms_jax.data.tasks import Problem
+from dms_jax.data.written_answers import expression, is_open, readable, stated, word
 from dms_jax.evaluation.mathematics import (
     find_answer,
     is_same,
-    readable,
     require_math_verify,
     vote_of,
 )
@@ -37,24 +37,7 @@ OPEN_R1_PROMPT = (
     "hope it is correct' (without quotes) where ANSWER is just the final number or expression that "
     "solves the problem. Think step by step before answering.\n\n{problem}"
 )
-_FINAL = re.compile(
-    r"final answer[*_]*(?: is\b|(?= ?:))[*_]*:?[*_]*\s*(?:(?<=\n)[-*\u2022]\s+)?",
-    re.IGNORECASE,
-)
-_NUMBER = re.compile(
-    r"(?P<sign>(?:- ?|negative |minus )?)[$€£(\[{<]{0,3} ?(?P<inner>-?) ?"
-    r"(?P<number>\d{1,3}(?:[,' ]\d{3})+(?!,?\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-    r"(?:\s?/\s?(?P<below>\d+)(?!\d|\.\d))?"
-)
-# "30 - 1", but not "29 (30 - 1"
-_SUM = re.compile(
-    r"[^\d(]*+\(?[^\d(]*+\d[\d.,]*+[^\d(]{0,20}?(?:[-+*/x\u00d7\u00f7]|\\times|\\cdot) ?\$?\d"
-)
-_OPEN = re.compile(r"\s*(?:(?:or|and|to|x|[-+*^])\s*[\d(]|\u00b2|:\d)")  # "28 or 29", "29^2"
-_COMMAND = re.compile(r"\\(?!text)[A-Za-z]")
-_MATH = re.compile(r"\$\$?[^$]+\$\$?(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
-_CLAUSE = re.compile(r"(?:[^.\n;]|\.(?=\d))*")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_FINAL = re.compile(r"final answer[*_]*(?: is\b|(?= ?:))[*_]*:?[*_]*\s*", re.IGNORECASE)
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
@@ -116,33 +99,26 @@ class Mathematics(FileTask):
         bracketed = self.bracketed.match(text)
         if bracketed and bracketed[1].lower() != "answer":
             text = bracketed[1]
-        return self.stated_answer(text) if final else find_answer(text)
+        if not final:
+            return find_answer(text)
+        return self.stated_answer(text, bulleted="\n" in final[0][0])
 
-    def stated_answer(self, text: str) -> str | None:
-        r"""The answer that a text states at its beginning, otherwise anywhere.
-
-        # In: "29 (3 * 10 - 1)."  Out: "29"    "$18$ per day for 30 days."  "18"
-        # In: "30 - 1 = 29."      Out: "29"    "3\sqrt{2}."                "3\sqrt{2}"
+    def stated_answer(self, text: str, *, bulleted: bool = False) -> str | None:
+        """The answer that a text states at its beginning, otherwise anywhere.
 
         Args:
           text: the text after the announcement of the answer, made `readable`.
+          bulleted: whether the announcement is a separate line.
         """
         # Later paragraphs are remarks, which may have other numbers.
-        first = text.strip().partition("\n\n")[0]
-        if self.numeric and not _COMMAND.search(first):
-            value = _value(first)
-            if number := _NUMBER.search(value):
-                return None if _OPEN.match(value, number.end()) else find_answer(_written(number))
-        clause = _CLAUSE.match(first)
-        said = "" if clause is None else clause[0].strip()
-        written = [first, text]
-        if math := _MATH.match(first):
-            written.insert(0, math[0])
-        elif said and "$" not in said and "\\boxed" not in said and not _WORD.search(said):
-            written.insert(0, f"$\\boxed{{{said}}}$")
-        elif said.isalpha():
-            written.append(f"$\\boxed{{{said}}}$")
-        found = (find_answer(each) for each in written)
+        first = text.partition("\n\n")[0]
+        answer = stated(first, bulleted=bulleted, numeric=self.numeric)
+        if answer is not None:
+            return find_answer(answer)
+        if self.numeric and is_open(first):
+            return None
+        written = [expression(first), first, text, None if self.numeric else word(first)]
+        found = (find_answer(each) for each in written if each is not None)
         return next((answer for answer in found if answer is not None), None)
 
     def vote(self, answer: str) -> str:
@@ -164,26 +140,6 @@ class Mathematics(FileTask):
 
     def score_answer(self, problem: Problem, answer: str) -> float:
         return float(is_same(problem.answers[0], answer))
-
-
-def _value(text: str) -> str:
-    """Returns a text without the sum before a value.
-
-    # In: "30 - 1 = 29 minutes"  Out: " 29 minutes"        "29 minutes = 1740 seconds"  the same
-    """
-    before, equals, after = text.partition("=")
-    while equals and _SUM.match(before):
-        text = after
-        before, equals, after = text.partition("=")
-    return text
-
-
-def _written(found: re.Match[str]) -> str:
-    """Returns a number that `_NUMBER` found, as LaTeX."""
-    negative = bool(found["sign"]) != bool(found["inner"])
-    number = re.sub("[,' ]", "", found["number"])
-    value = f"\\frac{{{number}}}{{{found['below']}}}" if found["below"] else number
-    return f"${'-' if negative else ''}{value}$"
 
 
 @dataclasses.dataclass(frozen=True)
