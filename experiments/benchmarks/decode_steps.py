@@ -6,28 +6,30 @@ share of the step's roofline: weights and live keys and values read once, at the
 read on this card in the same run. The roofline counts only experts that a step of so many tokens
 reads (`Experts.read_by`), and the window of sliding layers.
 
-Live tokens are spread over the heads between the window and twice the mean, like learned eviction.
-With `--model-parallel` heads, feed-forward and vocabulary are split over that many devices, and the
-roofline is that of the device that reads the most. `--profile-below 1` adds the times of the
-kernels of a step.
+`--heads` sets the distribution of live tokens over heads, at the same total: between empty and
+twice the mean ("uneven", like learned eviction), equal ("even", like a fixed budget), or a few
+heads near dense and only the window in the others ("few"). With `--model-parallel` heads,
+feed-forward and vocabulary are split over that many devices, and the roofline is that of the device
+that reads the most. `--profile-below 1` adds the times of the kernels of a step.
 
-    python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b
-    python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --memory 0.8 --chunk 16 \
-        --context 32768 --ratios 1 2 4 8                # figure 5 of the DMC paper
+    python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --cudnn
     python -m experiments.benchmarks.decode_steps --shapes llama-3.1-8b --context 4096 \
-        --ratios 1 8 --model-parallel 1 2     # 95 GB: 61 of weights, 29 of cache
+        --ratios 1 8 --model-parallel 1 2 --turns 3     # 95 GB: 61 of weights, 29 of cache
     python -m experiments.benchmarks.decode_steps --shapes qwen3-30b-a3b --batch 64 \
         --context 4096 --ratios 1 4 --profile-below 0.6 --out runs/decode/qwen3_30b_a3b.json
+    python -m experiments.benchmarks.decode_steps --picture experiments/results/speed
 """
 
 import dataclasses
 import gc
+import itertools
+import json
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +37,13 @@ import numpy as np
 
 import dms_jax
 from dms_jax.cache import Pool
-from dms_jax.checks import Range, check
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import run
+from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.layer_loop import window_policy
+from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.policies import Policy
 from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
@@ -48,6 +51,8 @@ from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
 from experiments.benchmarks.timing import about
 
+Heads = Literal["uneven", "even", "few"]
+NEAR_DENSE = 0.95  # share of the tokens beyond the window
 Size = tuple[int, int]  # devices over which sequences and heads are split
 
 
@@ -63,11 +68,10 @@ class Config:
     """Earlier tokens of each sequence."""
     ratios: tuple[int, ...] = (1, 4, 8)
     """Compression ratios of the live tokens; 1 is the plain cache."""
+    heads: tuple[Heads, ...] = ("uneven",)
+    """Distribution of live tokens over heads, at the same total."""
     window: int = 128
     """Tokens that no head evicts."""
-    memory: float | None = None
-    """Time the largest batch whose cache and weights take this share of the devices' memory, in
-    place of --batch."""
     chunk: int = 32
     """Decode steps per compiled program."""
     repeats: int = 5
@@ -76,20 +80,30 @@ class Config:
     """Devices over which heads, feed-forward and vocabulary are split; several values alternate."""
     data_parallel: tuple[int, ...] = (1,)
     """Devices, or groups of `model_parallel` devices, with separate sequences; likewise."""
+    turns: int = 1
+    """Timings of each row; the median turn counts."""
+    cudnn: bool = False
+    """Also time the step with cuDNN attention on a contiguous dense cache."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and the cache."""
     profile_below: float = 0.0
     """Profile rows below this share of the roofline, and report their kernel times."""
+    picture: pathlib.Path | None = None
+    """A folder with reports, decode_steps*.json: time nothing, draw them into a PNG beside
+    --out."""
     out: pathlib.Path = pathlib.Path("runs/decode/decode_steps.json")
     """JSON file for the figures."""
 
     def __post_init__(self):
-        if self.memory is not None:
-            check("memory", self.memory, Annotated[float, Range(0, 1, above=True)])
         check_numbers(self, may_be_zero=("window", "profile_below"))
         check_ratios(self.ratios, self.context, self.window)
         for shape in self.shapes:
             check_heads(shape, self.model_parallel)
+        if self.cudnn and (self.data_parallel, self.model_parallel) != ((1,), (1,)):
+            raise dms_jax.ConfigError(
+                "cuDNN's step is timed on one device: leave out --cudnn, or --data-parallel and "
+                "--model-parallel."
+            )
 
 
 def check_ratios(ratios: Sequence[int], context: int, window: int) -> None:
@@ -129,8 +143,10 @@ def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> fl
     return float(np.median(times))
 
 
-def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.ndarray:
-    """Draws [L, B, K] live tokens with mean context / ratio, unevenly over the heads.
+def row_lengths(
+    config: Config, model: dms_jax.LanguageModel, ratio: int, spread: Heads = "uneven"
+) -> np.ndarray:
+    """Draws [L, B, K] live tokens with mean context / ratio, distributed over the heads.
 
     Rows of sliding layers hold their window.
     """
@@ -138,11 +154,13 @@ def row_lengths(config: Config, model: dms_jax.LanguageModel, ratio: int) -> np.
     heads = (config.batch * parallel(model)[0], model.config.num_kv_heads)
     lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
     rows = (model.config.num_full_layers, *heads)
-    lengths[~sliding] = _growing_lengths(config, rows, ratio)
+    lengths[~sliding] = _growing_lengths(config, rows, ratio, spread)
     return lengths
 
 
-def _growing_lengths(config: Config, shape: tuple[int, int, int], ratio: int) -> np.ndarray:
+def _growing_lengths(
+    config: Config, shape: tuple[int, int, int], ratio: int, spread: Heads
+) -> np.ndarray:
     if ratio == 1:
         return np.full(shape, config.context)
     least, far = config.window + 1, config.context - config.window - 1
@@ -150,6 +168,19 @@ def _growing_lengths(config: Config, shape: tuple[int, int, int], ratio: int) ->
     drawn = np.random.default_rng(0).uniform(0, 2 * kept, (shape[0], 1, shape[2]))
     drawn *= kept / drawn.mean()
     lengths = least + np.round(drawn * far).astype(np.int64)
+    total, count = int(lengths.sum()), lengths.size
+    if spread == "even":
+        even = np.full(count, total // count)
+        even[: total % count] += 1
+        lengths = even.reshape(lengths.shape)
+    elif spread == "few":
+        # A few heads hold nearly everything, one the remainder, and the others the window.
+        dense = least + round(NEAR_DENSE * far)
+        few = np.full(count, least)
+        full, rest = divmod(total - few.sum(), dense - least)
+        few[:full] = dense
+        few[full : full + 1] += rest
+        lengths = np.random.default_rng(1).permutation(few).reshape(lengths.shape)
     return np.broadcast_to(lengths, shape)
 
 
@@ -227,12 +258,10 @@ def time_paged(
     model: dms_jax.LanguageModel,
     ratio: int,
     rate: float,
+    spread: Heads = "uneven",
 ) -> dict[str, Any]:
     """Times decode steps through the library's own loop."""
-    if config.memory is not None:
-        tokens = config.context / ratio + config.chunk * (config.repeats + 3)
-        config = dataclasses.replace(config, batch=fitting_batch(config.memory, model, tokens))
-    lengths = row_lengths(config, model, ratio)
+    lengths = row_lengths(config, model, ratio, spread)
     policy = policy_of(config.context, config.window, ratio)
     runner = filled_runner(config, model, policy, lengths, ratio)
     data, split = parallel(model)
@@ -249,7 +278,7 @@ def time_paged(
         figures["kernels"] = traces.summarise(trace.of("decode"), config.chunk)
     return figures | dict(
         ratio=ratio,
-        batch=config.batch,
+        heads=spread,
         data_parallel=data,
         model_parallel=split,
         tokens_per_second=runner.num_lanes / seconds,
@@ -258,6 +287,27 @@ def time_paged(
         cache_bytes=int(pages.sum()) * 64 * entry,
         largest_batch=largest_batch(model, sequence_bytes),
     )
+
+
+def time_in_turns(
+    config: Config, models: Mapping[Size, dms_jax.LanguageModel], ratio: int, rate: float
+) -> dict[tuple[Size, Heads], dict[str, Any]]:
+    """Returns the figures of the median turn of each model and spread, and all milliseconds.
+
+    Each turn has a new cache, so that the memory holds one at a time.
+    """
+    spreads = config.heads if ratio > 1 else config.heads[:1]
+    turns = {key: list[dict[str, Any]]() for key in itertools.product(models, spreads)}
+    for _ in range(config.turns):
+        for (size, spread), each in turns.items():
+            each.append(time_paged(config, models[size], ratio, rate, spread))
+            gc.collect()
+    found = {}
+    for key, each in turns.items():
+        ordered = sorted(each, key=lambda figures: figures["step_ms"])
+        times = [figures["step_ms"] for figures in each]
+        found[key] = ordered[len(ordered) // 2] | dict(turns_ms=times)
+    return found
 
 
 def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[[], Any]]:
@@ -332,26 +382,146 @@ def largest_batch(model: dms_jax.LanguageModel, sequence_bytes: float) -> int | 
     return math.floor(free / sequence_bytes)
 
 
-def fitting_batch(share: float, model: dms_jax.LanguageModel, tokens: float) -> int:
-    """Sequences of each group of devices that fit with the weights in a share of the memory.
+def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dict:
+    """Times the same layers over a contiguous dense cache with cuDNN attention."""
+    shape = model.config
+    size = config.context + (config.repeats + 3) * config.chunk
+    size = -(-size // 64) * 64
+    # A separate array per layer, so that nothing is sliced out of a stack for cuDNN.
+    layer_shape = (config.batch, size, shape.num_kv_heads, shape.head_dim)
+    keys = jax.random.split(jax.random.key(1), 2 * shape.num_layers)
+    fill = jax.jit(lambda key: jax.random.normal(key, layer_shape, model.dtype))
+    caches = [(fill(keys[2 * i]), fill(keys[2 * i + 1])) for i in range(shape.num_layers)]
 
-    Args:
-      share: the share; of 4 GiB on a device that does not tell its memory.
-      model: the model.
-      tokens: mean live tokens of a row.
-    """
-    stats = jax.devices()[0].memory_stats()
-    limit = share * (stats["bytes_limit"] if stats else 4 * 2**30)
-    shape, (_, split) = model.config, parallel(model)
+    def chunk(transformer, caches, tokens, position):
+        layers = [
+            jax.tree.map(lambda x, i=i: x[i], transformer.layers) for i in range(shape.num_layers)
+        ]
+
+        def step(carry, _):
+            caches, tokens, position = carry
+            x = transformer.embed(tokens[:, None])
+            cos, sin = rope_tables(shape.rope, shape.head_dim, position[:, None], dtype=x.dtype)
+            after = []
+            for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
+                q, k, v = layer.attention.project(layer.attention_norm(x))
+                start = (0, position[0], 0, 0)
+                k_cache = jax.lax.dynamic_update_slice(k_cache, apply_rope(k, cos, sin), start)
+                v_cache = jax.lax.dynamic_update_slice(v_cache, v, start)
+                out = jax.nn.dot_product_attention(
+                    apply_rope(q, cos, sin),
+                    k_cache,
+                    v_cache,
+                    key_value_seq_lengths=position + 1,
+                    implementation="cudnn",
+                )
+                x = layer.finish(x, out)
+                after.append((k_cache, v_cache))
+            logits = transformer.unembed(transformer.final_norm(x)[:, 0])
+            return (after, logits.argmax(-1).astype(jnp.int32), position + 1), None
+
+        return jax.lax.scan(step, (caches, tokens, position), length=config.chunk)[0]
+
+    run_chunk = Program(chunk, gpu_options=GPU_STEP_OPTIONS, donate_argnums=1)
+    state = (
+        caches,
+        jnp.zeros(config.batch, jnp.int32),
+        jnp.full(config.batch, config.context, jnp.int32),
+    )
+    del caches
+
+    def run() -> jax.Array:
+        nonlocal state
+        state = run_chunk(model.transformer, *state)
+        return state[1]
+
+    seconds = median_seconds(run, config.repeats) / config.chunk
     entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
-    rows = shape.num_layers * shape.num_kv_heads // split
-    sequence = rows * math.ceil(tokens / 64 + 0.5) * 64 * entry  # half a page is open
-    return max(1, min(int((limit - device_bytes(model.transformer)) // sequence), 1024))
+    rows = shape.num_layers * config.batch * shape.num_kv_heads
+    return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
+
+
+# transformers takes many times as long: its bar is cut at the edge and labelled with its length.
+WIDEST_MS = 19.0
+
+
+def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Draws every row of a folder's reports beside its roofline.
+
+    Raises:
+      ConfigError: there is no report.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    reports = [json.loads(each.read_text()) for each in sorted(folder.glob("decode_steps*.json"))]
+    if not reports:
+        raise dms_jax.ConfigError(f"--picture {folder}: there is no decode_steps.json.")
+    rows = [row for report in reports for row in report["rows"]]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, axes = plt.subplots(
+        len(shapes),
+        1,
+        figsize=(9, 1.9 * len(shapes) + 0.8),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, shape in zip(axes[:, 0], shapes, strict=True):
+        own = [row for row in rows if row["shape"] == shape]
+        for place, row in enumerate(own):
+            step = row["step_ms"]
+            color = "tab:blue" if "ratio" in row else "tab:gray"
+            axis.barh(place, min(step, WIDEST_MS), color=color, alpha=0.45)
+            text = f"{step:.2f} ms"
+            if "roofline_ms" in row:
+                axis.barh(place, row["roofline_ms"], height=0.35, color=color)
+                text += f", {row['share_of_roofline']:.0%} of its roofline"
+            beyond = step > WIDEST_MS
+            if beyond:
+                break_bar(axis, place)
+            axis.text(
+                WIDEST_MS - 0.15 if beyond else step + 0.15,
+                place,
+                text,
+                va="center",
+                ha="right" if beyond else "left",
+                fontsize=8,
+            )
+        axis.set_yticks(range(len(own)), [row["name"] for row in own], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(shape, fontsize=9, loc="left")
+        axis.set_xlim(0, WIDEST_MS)
+    axes[-1, 0].set_xlabel(
+        "ms a step; the narrow bar is the time to read weights and live cache once"
+    )
+    told = reports[0]["config"]
+    figure.suptitle(
+        f"Decode steps on {reports[0]['device']}: batch {told['batch']}, context "
+        f"{told['context']}, {told['dtype']}, jax {reports[0]['versions']['jax']}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110)
+
+
+def break_bar(axis: Any, place: int) -> None:
+    """Marks a bar cut at the axis with two slanted lines and white between them."""
+    at, slant = 0.72 * WIDEST_MS, 0.12
+    left, right = (([at + dx - slant, at + dx + slant]) for dx in (0, 0.35))
+    edges = [place + 0.45, place - 0.45]
+    axis.fill([*left, *right[::-1]], [*edges, *edges[::-1]], color="white", zorder=3)
+    for line in (left, right):
+        axis.plot(line, edges, color="#222222", linewidth=1, zorder=4)
 
 
 def main(config: Config) -> None:
-    """Times everything and writes the figures."""
+    """Times everything and writes the figures, or draws earlier ones."""
     make_place("--out", config.out)
+    if config.picture is not None:
+        draw_picture(config.picture, config.out.with_suffix(".png"))
+        return
     meshes = meshes_of(config.model_parallel, config.data_parallel)
     rate = read_rate()
     results: dict[str, Any] = about(config) | dict(read_rate=rate, rows=[])
@@ -372,11 +542,15 @@ def main(config: Config) -> None:
         models = {size: model_of(shape, dtype, mesh) for size, mesh in meshes.items()}
         for ratio in config.ratios:
             name = "plain cache" if ratio == 1 else f"live = context / {ratio}"
-            for (data, split), model in models.items():
+            for ((data, split), spread), figures in time_in_turns(
+                config, models, ratio, rate
+            ).items():
+                heads = f", {spread} heads" if ratio > 1 and len(config.heads) > 1 else ""
                 groups = f"{data} x " if data > 1 else ""
                 devices = f", {groups}{split} devices" if data * split > 1 else ""
-                add(shape, name + devices, time_paged(config, model, ratio, rate))
-                gc.collect()
+                add(shape, name + heads + devices, figures)
+        if config.cudnn:
+            add(shape, "cuDNN, dense contiguous cache", time_cudnn(config, models[1, 1], rate))
         del models
         gc.collect()
 

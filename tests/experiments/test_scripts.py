@@ -24,6 +24,9 @@ SCRIPTS = [
 ]
 # The smallest settings of scripts that run on a CPU without replacing any part.
 RUNS: dict[str, dict] = {
+    "benchmarks.agent_sessions": dict(
+        shape="tiny", layers=1, sessions=2, turns=2, shorten=60, dtype="float32"
+    ),
     "benchmarks.decode_steps": dict(
         shapes=("tiny",),
         batch=2,
@@ -33,10 +36,12 @@ RUNS: dict[str, dict] = {
         repeats=1,
         dtype="float32",
         ratios=(1, 4),
+        heads=("uneven", "even", "few"),
         model_parallel=(1, 2),
         data_parallel=(2,),
     ),
-    "benchmarks.engine": dict(
+    "benchmarks.engine": dict(host=True, lanes=4, requests=9, clients=3, runs=1, regex="(.|\n)*"),
+    "benchmarks.engine, whole calls": dict(
         shape="tiny",
         lanes=2,
         requests=3,
@@ -52,8 +57,18 @@ RUNS: dict[str, dict] = {
     "benchmarks.policies, prompts": dict(
         what="prompts", shape="tiny", context=600, batch=2, ratios=(2,), only=("H2O",)
     ),
-    "benchmarks.decode_steps, largest batch": dict(
-        shapes=("tiny",), context=192, window=16, chunk=4, repeats=1, dtype="float32", memory=1e-3
+    "benchmarks.throughput": dict(
+        shape="tiny",
+        contexts=(256,),
+        prompts=(128,),
+        ratios=(1, 4),
+        most=2,
+        window=16,
+        kcache_context=64,
+        kcache_tops=(8,),
+        kcache_tokens=96,
+        repeats=1,
+        dtype="float32",
     ),
     "benchmarks.training": dict(cases=("tiny+products", "tiny-fsdp2+model2"), steps=1),
     "benchmarks.vllm_peer": dict(  # vLLM's rows say that it is missing

@@ -1,24 +1,35 @@
 """The arithmetic of benchmarks, which decides published numbers."""
 
 import dataclasses
+import functools
 import gzip
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dms_jax
 from experiments.benchmarks import (
+    agent_sessions,
     decode_steps,
+    engine,
+    kernels,
+    kernels_decoding,
+    kernels_training,
     serving,
     shapes,
+    throughput,
+    timing,
     traces,
     training,
     vllm_peer,
 )
 from experiments.benchmarks.serving import Answer
+from pallas_kernels.training.cases import TrainingCase
 from tests.serving.support import serving as a_server
+from tests.support.tree import ROOT
 
 # -- shapes ----------------------------------------------------------------------------------------
 
@@ -83,29 +94,33 @@ def test_ratio_that_keeps_less_than_the_window_is_refused():
     says = "A ratio of 8 leaves 128.875 of 1031 tokens, and a window of 128 keeps 129"
     with pytest.raises(dms_jax.ConfigError, match=says):
         decode_steps.Config(context=1031, ratios=(1, 8))
+    with pytest.raises(dms_jax.ConfigError, match="A ratio of 8 leaves"):
+        throughput.Config(contexts=(8192, 1031))
 
 
-def test_live_tokens_leave_the_ratio():
+def test_spreads_of_live_tokens_have_the_same_total():
     model = shapes.model_of("tiny", jnp.float32)
     config = decode_steps.Config(shapes=("tiny",), context=2048, window=32, batch=3, ratios=(4,))
-    rows = decode_steps.row_lengths(config, model, 4)
-    assert abs(np.mean(rows) - 2048 / 4) < 2
-    assert rows.min() >= 33
-    assert np.ptp(rows) > 100
+    rows = {
+        spread: decode_steps.row_lengths(config, model, 4, spread)
+        for spread in ("uneven", "even", "few")
+    }
+    assert len({int(each.sum()) for each in rows.values()}) == 1
+    assert abs(np.mean(rows["even"]) - 2048 / 4) < 2
+    assert np.ptp(rows["even"]) <= 1
+    assert rows["few"].max() > 0.9 * 2048
+    assert (rows["few"] == 33).mean() >= 0.5
 
 
-def test_fitting_batch_fills_the_memory(monkeypatch):
+def test_largest_batch_fills_the_memory(monkeypatch):
+    config = throughput.Config(shape="tiny", dtype="float32")
     model = shapes.model_of("tiny", jnp.float32)
     # 2 layers, 2 KV heads, 16 numbers: a page of 64 tokens is 2 * 64 * 16 * 4 = 8,192 bytes, and
     # 100 tokens take 3 pages of each of the 4 rows: 98,304 bytes.
-    weights = decode_steps.device_bytes(model.transformer)
-    share = (weights + 5 * 98_304 + 1) / (4 * 2**30)
-    assert decode_steps.fitting_batch(share, model, 100) == 5
-    assert decode_steps.fitting_batch(share / 1e6, model, 100) == 1
-    monkeypatch.setattr(decode_steps, "time_runner", lambda *_: (0.5, 1000.0, None))
-    sizes = dict(shapes=("tiny",), context=64, chunk=4, dtype="float32", ratios=(1,), repeats=6)
-    config = decode_steps.Config(**sizes, memory=share)
-    assert decode_steps.time_paged(config, model, 1, 1e9)["tokens_per_second"] == 10
+    weights = throughput.tree_bytes(model.transformer)
+    monkeypatch.setattr(throughput, "device_bytes", lambda config: weights + 5 * 98_304 + 1)
+    assert throughput.largest(config, model, 100) == 5
+    assert throughput.largest(throughput.Config(most=3), model, 100) == 3
 
 
 def test_drawn_eviction_leaves_the_ratio():
@@ -117,6 +132,20 @@ def test_drawn_eviction_leaves_the_ratio():
 
 
 # -- calls of an engine and of a server ------------------------------------------------------------
+
+
+def test_turn_time_is_split_at_launches():
+    marks = engine.Marks()
+    marks.events = [
+        *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
+        *(("chunk", 1.0), ("extend", 1.003), ("extend", 1.005), ("decode", 1.010)),
+        *(("decode", 1.5), ("chunk", 2.0), ("decode", 2.004), ("chunk", 3.0)),
+    ]
+    found = marks.take()
+    assert found["to_prompts"] == pytest.approx([3])
+    assert found["prompts_to_steps"] == pytest.approx([7])
+    assert found["to_steps"] == pytest.approx([4])
+    assert marks.events == []
 
 
 def test_figures_of_answers():
@@ -171,7 +200,27 @@ def test_loads_of_a_running_server_repeat_no_prompt(tmp_path):
     assert report["device"] is None
 
 
-# -- traces of a profiler --------------------------------------------------------------------------
+# -- agent sessions --------------------------------------------------------------------------------
+
+
+def test_session_prompts_have_the_recorded_lengths():
+    config = agent_sessions.Config(sessions=2)
+    recorded = json.loads(agent_sessions.RECORDING.read_text())
+    lengths = agent_sessions.Lengths.read(config)
+    prompts, found = agent_sessions.Prompts(config, lengths, 512), []
+    for number, turn in enumerate(lengths.turns):
+        if number:
+            prompts.grow([[0] * lengths.turns[number - 1].answer] * 2, turn.more)
+        found.append(len(prompts.now[0]))
+    assert found == recorded["prompts"]
+    assert (len(found), found[-1]) == (30, 16_595)
+    assert lengths.total == found[-1] + recorded["answers"][-1]
+    one, other = prompts.now
+    assert one[: lengths.shared] == other[: lengths.shared]
+    assert one[lengths.shared : lengths.shared + 99] != other[lengths.shared : lengths.shared + 99]
+
+
+# -- traces of a profiler, and kernels -------------------------------------------------------------
 
 
 def event(name, ts, dur, module="jit_decode", pid=1):
@@ -227,6 +276,78 @@ def test_kernels_are_grouped_by_family(monkeypatch):
     assert next(iter(found["longest_ms"])) == "nvjet_tst_128x256"
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "unit"), [("select", "select_us"), ("write", "write_us")])
+def test_every_case_is_checked_timed_and_written(monkeypatch, tmp_path, name, unit):
+    """With the trace of a GPU busy for 3 of 4 us a call, and an implementation that refuses."""
+    events = [(4.0 * call, 3.0, "kernel") for call in range(timing.CALLS)]
+
+    def device_events(run):
+        run()
+        return events
+
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
+    monkeypatch.setattr(timing, "device_events", device_events)
+    contract = kernels.select_cases.CONTRACT if name == "select" else kernels.write_cases.CONTRACT
+    case = next(one for one in contract if one.name in ("width7", "base"))
+    monkeypatch.setitem(kernels.TABLES, name, kernels.TABLES[name]._replace(cases=(case,)))
+    for only in kernels.OURS_AND_XLA:
+        kernels.main(kernels.Config(kernel=name, only=(only,), extend=True, out=tmp_path))
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(report["commands"]) == 2
+    done, refused = report["records"]
+    assert done["right"]
+    assert done[unit] == pytest.approx(4 - 1 / timing.CALLS, abs=0.01)
+    assert (done["kernels_us"], done["launches"]) == (3, 1)
+    assert (refused["implementation"], refused["case"]) == ("mosaic_gpu", case.name)
+    assert "NotImplementedError" in refused["failed"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["prefill", "training"])
+def test_implementation_is_checked_against_the_reference(monkeypatch, name):
+    """XLA's implementation stands for a kernel, and differs only by bfloat16 rounding."""
+    if name == "prefill":
+        monkeypatch.setattr(kernels_training, "HEADS", 2)
+        monkeypatch.setattr(kernels_training, "KV_HEADS", 1)
+        check = functools.partial(kernels_training.check_chunk, np.random.default_rng(3), 4)
+        errors = {"output": check("xla")}
+    else:
+        case = TrainingCase("small", 1, 96, 2, 1, 64, 20)
+        check = functools.partial(kernels_training.check, case, jax.random.key(3))
+        errors = check("xla")
+        assert errors.pop("same_bits_twice")
+    assert all(1e-5 < error < 1e-2 for error in errors.values()), errors
+    with pytest.raises(NotImplementedError, match=r"only mosaic_mma \(cuda\) may serve"):
+        check("mosaic_mma")
+
+
+def test_kernel_times_are_those_of_all_launches():
+    rounds = [[("a", 1.0), ("b", 2.0), ("a", 3.0)], [("a", 5.0), ("b", 4.0), ("a", 7.0)]]
+    assert timing.kernel_medians(rounds) == {"a": 4.0, "b": 3.0}
+    assert [kernels_training.total(each) for each in rounds] == [6.0, 16.0]
+
+
+@pytest.mark.nightly
+def test_fetched_rows_are_checked(monkeypatch):
+    monkeypatch.setattr(kernels_decoding, "_STORE", 512)
+    found = kernels_decoding.measure_fetch(kernels_decoding.FetchCase("few", 8), "xla", 0)
+    assert found["right"]
+
+
+@pytest.mark.nightly
+def test_pictures_of_published_records_are_drawn(tmp_path):
+    source = ROOT / "experiments" / "results" / "kernels"
+    kernels.main(kernels.Config(picture=source, out=tmp_path))
+    for picture in ("decode", "training_kernels"):
+        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
+    steps, out = ROOT / "experiments" / "results" / "speed", tmp_path / "steps.json"
+    decode_steps.main(decode_steps.Config(picture=steps, out=out))
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    with pytest.raises(dms_jax.ConfigError, match=r"there is no decode\.json"):
+        kernels.main(kernels.Config(picture=tmp_path, out=tmp_path))
+
+
 # -- beside vLLM -----------------------------------------------------------------------------------
 
 
@@ -250,7 +371,7 @@ def test_drawn_dms_evicts_to_the_ratio(tmp_path):
     assert kept == pytest.approx(2176 / 4)
     assert (policy.source, policy.decisions, policy.alpha_scale) == ("adapter", "bernoulli", 1.0)
     with pytest.raises(dms_jax.ConfigError, match="DMS keeps its window of 128 tokens"):
-        peer_config(tmp_path, binding=(2, 100, 400))
+        peer_config(tmp_path, prompts=((2, 500),))
 
 
 def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
@@ -264,3 +385,20 @@ def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
     report.add("binding", "a", "FLASH_ATTN", backend="FLASH_ATTN", median=0.01)
     assert report.best() == ("FLASHINFER",)
     assert len(json.loads((tmp_path / "peer.json").read_text())["rows"]) == 7
+
+
+def test_endless_model_copy_has_no_end_tokens(tmp_path):
+    source, copy = tmp_path / "model", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    (source / "config.json").write_text('{"eos_token_id": 7, "vocab_size": 9}')
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    added = {"7": {"content": "<end>"}, "10": {"content": "<rare>"}, "9": {"content": "<other>"}}
+    settings = {"eos_token": "<end>", "added_tokens_decoder": added}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "model.safetensors").write_bytes(b"weights")
+    vllm_peer.copy_endless(source, copy)
+    assert json.loads((copy / "config.json").read_text()) == dict(eos_token_id=None, vocab_size=9)
+    assert json.loads((copy / "generation_config.json").read_text()) == dict(eos_token_id=None)
+    assert json.loads((copy / "tokenizer_config.json").read_text())["eos_token"] == "<rare>"
+    assert (copy / "model.safetensors").read_bytes() == b"weights"

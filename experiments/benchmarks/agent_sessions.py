@@ -1,0 +1,332 @@
+"""Times the first tokens of agents that resend their growing prompt at every turn.
+
+Several sessions run at a time. At every turn each sends the whole conversation and some more tokens
+(a tool's result), and gets an answer. Lengths come from a recording: 30 turns of Codex, from 8,843
+to 16,595 tokens (agent_session.json). An engine with a prefix cache prefills only new tokens, one
+without it prefills all. Reports for each policy: the median and the longest time to a session's
+first token by turn, with and without the prefix cache, the cached share of prompt tokens, whether
+the answers are equal, and the bytes of the prefixes at the end; their ratio to Vanilla's tells how
+many more sessions the same memory keeps. Real model shapes, random weights, random tokens;
+RandomEviction stands for DMS at the same ratio. With --url the same sessions use any server with
+OpenAI's API, ours or vLLM's. A client does not see tokens, so others replace the last answer in the
+next prompt. For an answer without text its end is timed. With --text the tokens are those of files,
+as a trained adapter needs: it keeps more of random tokens than of text.
+
+    python -m experiments.benchmarks.agent_sessions
+    python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
+    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
+        --shape qwen2.5-1.5b
+    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
+        --tokenizer MODEL --text dms_jax
+    python -m experiments.benchmarks.agent_sessions --layers 2 --dtype float32 --sessions 2 \
+        --turns 3 --shorten 40     # without a GPU
+"""
+
+import dataclasses
+import gc
+import json
+import pathlib
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dms_jax
+from dms_jax.checkpoint.tokenizer import Tokenizer
+from dms_jax.command_line.reports import make_place, provenance, write_json
+from dms_jax.command_line.running import run
+from dms_jax.generation import Engine, Sampling, Update
+from dms_jax.generation.engine import Source
+from dms_jax.generation.requests import make_requests
+from experiments.benchmarks.serving import ask_all, model_name
+from experiments.benchmarks.settings import check_numbers
+from experiments.benchmarks.shapes import SHAPES, Shape, random_model
+from experiments.benchmarks.timing import about
+
+POLICIES = {
+    "Vanilla": dms_jax.Vanilla(),
+    "RandomEviction": dms_jax.RandomEviction(window=512, rate=0.75),
+    "SnapKV": dms_jax.SnapKV(budget=1024),
+}
+RECORDING = pathlib.Path(__file__).with_name("agent_session.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time the first tokens of agents whose prompts grow, with and without cached prefixes."""
+
+    shape: Shape = "qwen2.5-1.5b"
+    """Model whose shape is timed, with random weights."""
+    layers: int | None = None
+    """Layers of the model; by default those of the shape."""
+    sessions: int = 16
+    """Concurrent sessions."""
+    turns: int = 30
+    """Turns of a session, the first ones of the recording."""
+    shorten: int = 1
+    """Divisor of the recorded lengths, for a short trial."""
+    url: str | None = None
+    """Address of a server to time instead of an engine, without /v1."""
+    text: pathlib.Path | None = None
+    """Folder whose Python files are the text of the prompts, instead of random tokens."""
+    tokenizer: pathlib.Path | None = None
+    """Model directory whose tokenizer reads --text."""
+    policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
+        "Vanilla",
+        "RandomEviction",
+    )
+    """Cache policies to time, by name."""
+    memory_gb: float | None = None
+    """Gigabytes of the page pool; by default enough for all sessions."""
+    prefix_gb: float = 16.0
+    """Gigabytes of host memory for prefixes."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights and the cache."""
+    out: pathlib.Path = pathlib.Path("runs/agent_sessions.json")
+    """JSON file for the figures."""
+
+    def __post_init__(self):
+        check_numbers(self)
+        if (self.text is None) != (self.tokenizer is None):
+            raise dms_jax.ConfigError("--text and --tokenizer go together.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Tokens of one turn of a session: the new ones of its prompt, and those of its answer."""
+
+    more: int
+    answer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of a session: its turns, and the part of the first prompt that all sessions share."""
+
+    turns: list[Turn]
+    shared: int
+
+    @classmethod
+    def read(cls, config: Config) -> "Lengths":
+        """Reads the recording.
+
+        Raises:
+          ConfigError: it has fewer turns than requested.
+        """
+        found = json.loads(RECORDING.read_text())
+        prompts, answers = found["prompts"], found["answers"]
+        if len(prompts) < config.turns:
+            raise dms_jax.ConfigError(f"--turns {config.turns}: {len(prompts)} are recorded.")
+        before = [0, *map(sum, zip(prompts, answers, strict=True))]
+        more = [now - then for now, then in zip(prompts, before[:-1], strict=True)]
+        shorter = [
+            Turn(max(new // config.shorten, 1), max(answer // config.shorten, 1))
+            for new, answer in zip(more, answers, strict=True)
+        ]
+        return cls(shorter[: config.turns], found["shared"] // config.shorten)
+
+    @property
+    def total(self) -> int:
+        """Tokens of a whole session."""
+        return sum(each.more + each.answer for each in self.turns)
+
+
+class Prompts:
+    """The prompts of all sessions, of random tokens or of --text."""
+
+    def __init__(self, config: Config, lengths: Lengths, vocabulary: int):
+        self._random, self._vocabulary = np.random.default_rng(0), vocabulary
+        self._text = None if config.text is None else read_text(config)
+        shared = self.tokens(lengths.shared)
+        own = lengths.turns[0].more - lengths.shared
+        self.now = [shared + self.tokens(own) for _ in range(config.sessions)]
+
+    def tokens(self, count: int) -> list[int]:
+        """Returns random tokens, or the next ones of the text, which begins again at its end."""
+        if self._text is None:
+            return self._random.integers(0, self._vocabulary, count).tolist()
+        found = self._text[:count].tolist()
+        self._text = np.roll(self._text, -count)
+        return found
+
+    def grow(self, answers: list[list[int]], more: int) -> None:
+        """Adds the last answers and the tokens of the next turn."""
+        for prompt, answer in zip(self.now, answers, strict=True):
+            prompt += answer + self.tokens(more)
+
+
+def read_text(config: Config) -> np.ndarray:
+    """Returns the tokens of the Python files of --text, in order of their paths.
+
+    Raises:
+      ConfigError: there is no tokenizer, or there are too few for a session.
+    """
+    assert config.text is not None
+    assert config.tokenizer is not None
+    if (tokenizer := Tokenizer.from_directory(config.tokenizer)) is None:
+        raise dms_jax.ConfigError(f"--tokenizer {config.tokenizer}: there is no tokenizer.")
+    text = "\n".join(path.read_text() for path in sorted(config.text.rglob("*.py")))
+    found = np.asarray(tokenizer.encode(text))
+    if len(found) < (least := Lengths.read(config).total):
+        raise dms_jax.ConfigError(f"--text {config.text}: {len(found):,} tokens of {least:,}.")
+    return found
+
+
+def figures_of(prompts: list[list[int]], begun: list[float], cached: int) -> dict[str, Any]:
+    """Returns the figures of a turn.
+
+    Args:
+      prompts: the prompts of the sessions.
+      begun: seconds until the first token of each.
+      cached: cached tokens of the prompts.
+    """
+    return dict(
+        prompt=len(prompts[0]),
+        median_seconds=float(np.median(begun)),
+        longest_seconds=max(begun),
+        cached=cached / sum(map(len, prompts)),
+    )
+
+
+def run_sessions(
+    config: Config, model: dms_jax.LanguageModel, name: str, prefix_cache: float | None
+) -> dict[str, Any]:
+    """Returns the figures of all turns, and the answers."""
+    lengths = Lengths.read(config)
+    engine = Engine(
+        model,
+        POLICIES[name],
+        num_lanes=config.sessions,
+        max_tokens=lengths.total,
+        memory=None if config.memory_gb is None else config.memory_gb * 1e9,
+        prefix_cache=prefix_cache,
+    )
+    engine.warm()  # like a server: requests come while it runs
+    prompts = Prompts(config, lengths, model.config.vocab_size)
+    turns, answers = [], []
+    for number, turn in enumerate(lengths.turns):
+        if number:
+            prompts.grow(answers[-1], turn.more)
+        sampling = Sampling(temperature=0, max_new_tokens=turn.answer)
+        begun: dict[int, float] = {}
+        start = time.perf_counter()
+
+        def note(update: Update, begun=begun, start=start) -> None:
+            begun.setdefault(update.index, time.perf_counter() - start)
+
+        requests = make_requests(model.config, list(map(list, prompts.now)), sampling)
+        come = iter([requests])
+        engine.serve(
+            Source([], sampling, incoming=lambda _, come=come: next(come, None), on_tokens=note)
+        )
+        cached = sum(each.usage.cached_tokens for each in requests if each.usage)
+        turns.append(figures_of(prompts.now, list(begun.values()), cached))
+        answers.append([each.generated for each in requests])
+    held = dataclasses.asdict(engine.runner.prefixes.counts)
+    return dict(turns=turns, prefixes=held, answers=answers)
+
+
+def ask_server(config: Config, url: str) -> dict[str, Any]:
+    """Returns the figures of all turns of sessions that ask a server.
+
+    Raises:
+      ConfigError: it names no model, or does not answer.
+    """
+    name, lengths = model_name(url), Lengths.read(config)
+    prompts = Prompts(config, lengths, SHAPES[config.shape]["vocab_size"])
+    turns = []
+    for number, turn in enumerate(lengths.turns):
+        if number:
+            answered = [prompts.tokens(lengths.turns[number - 1].answer) for _ in prompts.now]
+            prompts.grow(answered, turn.more)
+        shared = dict(model=name, max_tokens=turn.answer, temperature=0, stream=True)
+        shared |= dict(stream_options={"include_usage": True}, ignore_eos=True)
+        bodies = [shared | {"prompt": prompt} for prompt in prompts.now]
+        answers = ask_all(url, bodies, config.sessions)
+        if errors := {each.error for each in answers if each.error is not None}:
+            raise dms_jax.ConfigError(f"--url {url}: {'; '.join(sorted(errors))}")
+        if short := sum(each.tokens != turn.answer for each in answers):
+            raise dms_jax.ConfigError(
+                f"--url {url}: {short} of {len(answers)} answers have no usage, or not the "
+                f"{turn.answer} tokens that were asked for."
+            )
+        # Special tokens have no text.
+        begun = [each.parts[0] if each.parts else each.seconds for each in answers]
+        row = figures_of(prompts.now, begun, sum(each.cached for each in answers))
+        # Live tokens at the end of an answer, if the server tells them.
+        row["peak_tokens"] = [each.peak for each in answers if each.peak is not None]
+        turns.append(row)
+    return dict(turns=turns, prefix_bytes=prefix_bytes(url))
+
+
+def prefix_bytes(url: str) -> dict[str, float]:
+    """Returns the bytes of cached prefixes that a server's metrics tell, by place."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+    except urllib.error.HTTPError:  # it has no metrics
+        return {}
+    found = re.findall(r'^dms_jax_prefix_bytes\{place="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {place: float(size) for place, size in found}
+
+
+def time_policy(config: Config, model: dms_jax.LanguageModel, name: str) -> dict[str, Any]:
+    """Returns the figures of one policy."""
+    anew = run_sessions(config, model, name, None)
+    gc.collect()
+    kept = run_sessions(config, model, name, config.prefix_gb * 1e9)
+    equal = [
+        sum(a == b for a, b in zip(*turn, strict=True)) / config.sessions
+        for turn in zip(anew.pop("answers"), kept.pop("answers"), strict=True)
+    ]
+    ratios = [
+        a["median_seconds"] / b["median_seconds"]
+        for a, b in zip(anew["turns"], kept["turns"], strict=True)
+    ]
+    return dict(policy=name, anew=anew, kept=kept, equal_answers=equal, times_faster=ratios)
+
+
+def main(config: Config) -> None:
+    """Times every policy and writes the figures."""
+    make_place("--out", config.out)
+    Lengths.read(config)  # before anything compiles
+    if config.url is not None:
+        figures = ask_server(config, config.url)
+        last = figures["turns"][-1]
+        print(
+            f"{config.url}: first text after {last['median_seconds']:.3f} s for "
+            f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
+            flush=True,
+        )
+        # Only now: a card held by this process would be unavailable to the server.
+        write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
+        return
+    results: dict[str, Any] = about(config) | dict(rows=[])
+    fields = dict(SHAPES[config.shape])
+    fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
+    model = random_model(fields, jnp.dtype(config.dtype))
+    for name in config.policies:
+        figures = time_policy(config, model, name)
+        results["rows"].append(figures)
+        last = figures["kept"]["turns"][-1]
+        print(
+            f"{name}: first tokens {figures['times_faster'][-1]:.1f} times as fast at the last "
+            f"turn, {last['median_seconds']:.3f} s for {last['prompt']:,} tokens, "
+            f"{last['cached']:.0%} cached; prefixes hold "
+            f"{figures['kept']['prefixes']['bytes'] / 1e9:.2f} GB of the pool and "
+            f"{figures['kept']['prefixes']['host_bytes'] / 1e9:.2f} GB of the host",
+            flush=True,
+        )
+        write_json(config.out, results)
+        gc.collect()
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))

@@ -1,0 +1,295 @@
+"""Times each kernel of the library on one GPU beside its alternatives.
+
+- **decode**: decode attention beside cuDNN on dense rows, jax's stock Pallas kernel and XLA. Rates
+  count the bytes of live keys and values once. cuDNN does not support rows of different lengths.
+- **write**: the write of a step's new keys and values into their pages, beside XLA's scatter.
+- **select**: the largest scores of each row (Quest, KCache), beside XLA's two sorts.
+- **fetch**: values out of host memory (KCache), beside a gather by the host's processor.
+- **prefill**: a chunk of a prompt over a compressed past, beside cuDNN over all of it.
+- **training**: attention with the DMS mask, beside cuDNN's plain causal attention and, where
+  PyTorch is installed, FlexAttention with the same mask; and the memory of forward and backward.
+
+Everything is checked on fresh random data before timing. The first four run a chain of calls in one
+program, each over separate data; for the last two the kernels' own times count.
+
+    python -m experiments.benchmarks.kernels --kernel decode --out experiments/results/kernels
+    python -m experiments.benchmarks.kernels --kernel training \
+        --out experiments/results/kernels
+    python -m experiments.benchmarks.kernels --picture experiments/results/kernels
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import dms_jax
+from dms_jax.command_line.options import check_names
+from dms_jax.command_line.reports import make_folder, write_json
+from dms_jax.command_line.running import run
+from experiments.benchmarks import kernels_decoding, kernels_training
+from experiments.benchmarks.timing import about, require_gpu
+from pallas_kernels.decode import cases as decode_cases
+from pallas_kernels.select import cases as select_cases
+from pallas_kernels.training import cases as training_cases
+from pallas_kernels.update import cases as write_cases
+
+
+class Table(NamedTuple):
+    """A kernel's cases and contenders, and the function that times one of them.
+
+    `measure` takes a case, a contender and a seed, and returns the figures; None if the contender
+    does not take part in this case.
+    """
+
+    cases: Sequence[Any]
+    contenders: tuple[str, ...]
+    measure: Callable[[Any, str, int], dict[str, Any] | None]
+
+
+CONTENDERS = {
+    "mosaic_gpu": ("this kernel (Mosaic GPU)", "#c0392b"),
+    "mosaic_mma": ("the kernel for other GPUs", "#e59866"),
+    "cudnn, dense": ("cuDNN, no pages", "#2471a3"),
+    "stock pallas": ("jax's own Pallas kernel", "#7d8c2f"),
+    "xla": ("XLA", "#909497"),
+}
+OURS_AND_XLA = ("xla", "mosaic_gpu")
+TABLES = {
+    "decode": Table(
+        decode_cases.BENCHMARK,
+        ("mosaic_gpu", "mosaic_gpu, plan included", *list(CONTENDERS)[1:]),
+        kernels_decoding.measure_decode,
+    ),
+    "write": Table(write_cases.BENCHMARK, OURS_AND_XLA, kernels_decoding.measure_write),
+    "select": Table(select_cases.BENCHMARK, OURS_AND_XLA, kernels_decoding.measure_select),
+    "fetch": Table(kernels_decoding.FETCHES, OURS_AND_XLA, kernels_decoding.measure_fetch),
+}
+FILES = {"prefill": "prefill_kernel.json", "training": "training_kernels.json"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Time a kernel."""
+
+    kernel: Literal["decode", "write", "select", "fetch", "prefill", "training"] = "decode"
+    """Kernel to time."""
+    cases: tuple[str, ...] = ()
+    """Cases to time, by name; all unless given. Kernel "prefill" has none."""
+    only: tuple[str, ...] = ()
+    """Contenders of decode, write, select and fetch, such as mosaic_gpu or cudnn; all unless
+    given."""
+    implementation: Literal["mosaic_gpu", "mosaic_mma", "xla"] = "mosaic_gpu"
+    """Implementation of prefill and training attention."""
+    extend: bool = False
+    """Keep other records of an existing report of decode, write, select or fetch."""
+    picture: pathlib.Path | None = None
+    """A folder with decode.json or training_kernels.json: time nothing, draw them into --out."""
+    out: pathlib.Path = pathlib.Path("runs/kernels")
+    """Folder for the figures and pictures."""
+
+
+def time_table(
+    table: Table, config: Config, report: dict[str, Any], write: Callable[[], None]
+) -> None:
+    """Times the contenders of a table on its cases; prints and writes each record."""
+    chosen = [case for case in table.cases if case.name in (config.cases or names_of(table.cases))]
+    names = [
+        name for name in table.contenders if not config.only or name.split(",")[0] in config.only
+    ]
+    for case, name in itertools.product(chosen, names):
+        record = {"case": case.name, "implementation": name}
+        try:
+            figures = table.measure(case, name, report["seed"])
+        except Exception as reason:  # A refusal of a contender is part of the result.
+            figures = {"failed": f"{type(reason).__name__}: {reason}".splitlines()[0][:200]}
+        if figures is None:
+            continue
+        before = [
+            each
+            for each in report["records"]
+            if (each["case"], each["implementation"]) != (case.name, name)
+        ]
+        report["records"] = sorted(
+            [*before, record | figures], key=lambda each: names_of(table.cases).index(each["case"])
+        )
+        print(record | figures, flush=True)
+        write()
+
+
+def names_of(cases: Iterable[Any]) -> list[str]:
+    """The names of cases."""
+    return [case.name for case in cases]
+
+
+def main(config: Config) -> None:
+    """Measures, prints, and writes the report.
+
+    Raises:
+      ConfigError: there is no such case or contender, or no GPU.
+    """
+    table, cases = TABLES.get(config.kernel), training_cases.SPEED
+    if table is not None:
+        cases = table.cases
+        known = dict.fromkeys(name.split(",")[0] for name in table.contenders)
+        check_names("--only", config.only, known)
+    check_names("--cases", config.cases, () if config.kernel == "prefill" else names_of(cases))
+    if config.picture is not None:
+        make_folder("--out", config.out)
+        draw_pictures(config.picture, config.out)
+        return
+    if table is None:  # PyTorch's FlexAttention needs memory beside jax, which has not started yet
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    require_gpu()
+    make_folder("--out", config.out)
+    seed = int.from_bytes(os.urandom(4), "little")
+    report: dict[str, Any] = about(config) | {"seed": seed}
+    path = config.out / FILES.get(config.kernel, f"{config.kernel}.json")
+
+    def write() -> None:
+        write_json(path, report)
+
+    if table is not None:
+        report["records"] = []
+        if config.kernel == "decode":
+            report["read_terabytes_per_second"] = round(kernels_decoding.read_rate(), 3)
+        if config.extend and path.exists():
+            before = json.loads(path.read_text())
+            commands = before.pop("commands", None) or [before.pop("command")]
+            report = before | report | {"records": before["records"]}
+            report["commands"] = [*commands, report.pop("command")]
+        time_table(table, config, report, write)
+        return
+    report["implementation"] = config.implementation
+    if config.kernel == "prefill":
+        kernels_training.time_prompts(report, config.implementation)
+        write()
+    else:
+        wanted = config.cases or tuple(names_of(cases))
+        kernels_training.time_training(report, wanted, config.implementation, write)
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+# Cases of the picture, with readable names; decode.json has all of them.
+PICTURED = {
+    "rows128_32768": "128 rows of 32,768",
+    "rows512_4096": "512 rows of 4,096",
+    "rows512_skewed_4096": "512 rows, uneven,\n4,096 at most",
+    "rows64_1024": "64 rows of 1,024",
+    "rows512_4096_head_dim64": "512 rows of 4,096,\nhead dim 64",
+    "rows512_4096_float8": "512 rows of 4,096,\n8 bits",
+}
+TRAINING_CONTENDERS = {
+    "dms": ("this kernel, DMS's mask", "#c0392b"),
+    "cudnn_causal": ("cuDNN, plain causal", "#2471a3"),
+    "flex_dms": ("FlexAttention", "#7d8c2f"),
+}
+
+
+def draw_pictures(source: pathlib.Path, out: pathlib.Path) -> None:
+    """Draws the reports of a folder.
+
+    Raises:
+      ConfigError: it has none.
+    """
+    drawn = {"decode.json": draw_decode, "training_kernels.json": draw_training}
+    found = [source / name for name in drawn if (source / name).is_file()]
+    if not found:
+        raise dms_jax.ConfigError(f"--picture {source}: there is no {' and no '.join(drawn)}.")
+    for path in found:
+        drawn[path.name](json.loads(path.read_text()), out / path.with_suffix(".png").name)
+
+
+@functools.cache
+def pyplot() -> Any:
+    """Imports matplotlib's pyplot, for pictures without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def draw_decode(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws the rates of a report as bars, with the pure-read rate as a line."""
+    records = [r for r in report["records"] if "period_us" in r and r["case"] in PICTURED]
+    names = [name for name in PICTURED if any(r["case"] == name for r in records)]
+    bars = [
+        [
+            (name, r)
+            for name in CONTENDERS
+            for r in records
+            if (r["case"], r["implementation"]) == (case, name)
+        ]
+        for case in names
+    ]
+    size = (10, 0.25 * sum(map(len, bars)) + 2)
+    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+    place, middles = 0.0, []
+    for found in bars:  # bars of a case below each other, and a gap before the next case
+        middles.append(place + (len(found) - 1) / 2)
+        for name, record in found:
+            label, colour = CONTENDERS[name]
+            rate = record["terabytes_per_second"]
+            axes.barh(place, rate, 0.85, color=colour)
+            inside = rate > 2
+            axes.text(
+                rate + (-0.05 if inside else 0.05),
+                place,
+                f"{label} {rate:.2f}",
+                va="center",
+                ha="right" if inside else "left",
+                color="white" if inside else "black",
+                fontsize=8,
+            )
+            place += 1
+        place += 0.8
+    axes.axvline(report["read_terabytes_per_second"], color="black", lw=1, ls="--")
+    axes.text(report["read_terabytes_per_second"], -0.8, "a plain read ", ha="right", fontsize=8)
+    axes.set_yticks(middles, [PICTURED[name] for name in names])
+    axes.set_ylim(-1.5, place - 0.8)
+    axes.set_xlim(right=1.05 * report["read_terabytes_per_second"])
+    axes.invert_yaxis()
+    axes.set_xlabel("live keys and values read, TB/s (start to start, gaps included)")
+    axes.set_title(f"Decode attention on {report['device']}, jax {report['jax']}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def draw_training(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws the speed of each contender at the shapes of the bars, and memory against length."""
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
+    timed = [x for x in report["speed"] if x["case"]["name"] in names_of(training_cases.BARS)]
+    names = [name for name in timed[0]["times"] if name.endswith("forward_backward")]
+    for index, name in enumerate(names):
+        rates = [x["times"].get(name, {}).get("tflops", math.nan) for x in timed]
+        at = np.arange(len(timed)) + 0.25 * index
+        label, colour = TRAINING_CONTENDERS[name.split(".")[0]]
+        bars = left.bar(at, rates, 0.23, color=colour)
+        left.bar_label(bars, [f"{rate:.0f}" for rate in rates], fontsize=8)
+        left.bar_label(bars, [label] * len(rates), label_type="center", rotation=90, color="white")
+    left.set_xticks(np.arange(len(timed)) + 0.25, [f"{x['case']['T']:,} tokens" for x in timed])
+    left.set_ylabel("forward and backward, TFLOP/s")
+    left.set_ylim(top=1.05 * left.get_ylim()[1])
+    lengths = [x["T"] for x in report["memory"]]
+    right.plot(lengths, [x["temporary_bytes"] / 2**20 for x in report["memory"]], "o-")
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="memory beside operands, MiB")
+    right.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    right.set_yticks([1, 3, 10, 30], ["1", "3", "10", "30"])
+    right.minorticks_off()
+    figure.suptitle(f"Training attention with the DMS mask, {report['device']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Config, description=__doc__))
