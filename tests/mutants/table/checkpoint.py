@@ -6,7 +6,7 @@ FOLDER = "dms_jax/checkpoint/"
 GGUF = "tests/checkpoint/test_gguf.py"
 REFUSALS = "tests/checkpoint/test_gguf_refusals.py"
 TOKENIZERS = "tests/checkpoint/test_gguf_tokenizers.py"
-IMAGES = "tests/checkpoint/test_vision_models.py"
+WRAPPED = "tests/checkpoint/test_wrapped_names.py"
 ADAPTER = "tests/checkpoint/test_adapter.py"
 
 MUTANTS = [
@@ -40,17 +40,17 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoints: what reads images is kept beside the language model",
-        FOLDER + "weights.py",
-        'if not name.removeprefix("model.").startswith(_IMAGES):',
-        "if True:",
-        (f"{IMAGES}::test_language_model_of_a_vision_model_is_loaded",),
+        FOLDER + "wrappers.py",
+        'if name.removeprefix("model.").startswith(_IMAGES):',
+        "if False:",
+        (f"{WRAPPED}::test_language_model_of_a_vision_model_is_loaded",),
     ),
     Mutant(
         "checkpoints: a language model is tied as its own config says, not the whole one's",
         "dms_jax/config_checks.py",
         "found |= {name: config[name] for name in _OF_WRAPPERS if",
         "found |= {name: config[name] for name in () if",
-        (f"{IMAGES}::test_qwen3_vl_text_config_without_rope",),
+        (f"{WRAPPED}::test_qwen3_vl_text_config_without_rope",),
     ),
     Mutant(
         "gguf: unknown metadata are accepted",
