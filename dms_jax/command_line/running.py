@@ -112,7 +112,8 @@ def _parsed(
       SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     help_texts.show(description, given)
-    return tyro.cli(settings, prog=program, description="", args=given, **how)
+    registry = help_texts.REGISTRY
+    return tyro.cli(settings, prog=program, description="", args=given, registry=registry, **how)
 
 
 def status_of(call: Callable[[], Any], interrupted: str = "Interrupted.") -> int:

@@ -121,16 +121,28 @@ class TextFiles(_Files):
     def _spans(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
         for start, end in _split(content, SEPARATOR.encode()):
             while self._most is not None and end - start > self._most:
-                marks = (content.rfind(mark, start, start + self._most) for mark in (b"\n", b" "))
-                cut = next((place + 1 for place in marks if place > start), end)
+                cut = _cut(content, start, start + self._most)
                 yield start, cut
                 start = cut
-            if start < end:
-                yield start, end
+            yield start, end
 
     def record(self, place: int) -> dict[str, str]:
         """Returns a document as a record of one field."""
         return {self._fields.field or "text": self._text(place)}
+
+
+def _cut(content: mmap.mmap, start: int, end: int) -> int:
+    """Returns where to divide a text that is longer than [start, end).
+
+    Behind the last line or word of the second half or, if there is none, of the first; otherwise
+    between two characters.
+    """
+    for first in ((start + end) // 2, start):
+        for mark in (b"\n", b" "):
+            if (place := content.rfind(mark, first, end)) >= 0:
+                return place + 1
+    within = next((n for n in range(3) if content[end - n] & 0xC0 != 0x80), 0)
+    return end - within  # before a character of UTF-8, not in its middle
 
 
 class JsonLines(_Files):

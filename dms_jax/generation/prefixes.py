@@ -369,18 +369,15 @@ class Prefixes:
         """
         allocator, counts = self._allocator, self._allocator.pages_for(state.lengths)
         last_of_session = state.ended and not state.node.is_awaited
-        if last_of_session and not self._has_spare(counts):
-            pages = state.pages
-            self._remove(state)
-        elif allocator.can_take(counts, besides=state.pages):
+        spared = not last_of_session or self._has_spare(counts)
+        if spared and allocator.can_take(counts, besides=state.pages):
             self._pinned = state
             allocator.give(lane, counts)
             self._pinned = None
             self._runner.copy_pages(state.pages, allocator.pages_of(lane, state.lengths))
             return
-        else:
-            pages = state.pages
-            self._move_to_host(state)
+        pages = state.pages
+        self._move_to_host(state)
         allocator.give(lane, counts, pages)
         self._forget(pages)  # they change
 
@@ -459,10 +456,12 @@ class Prefixes:
                 self._touch(node.state)
             return
         _, behind_answer = self._continued.get(lane, (0, False))
-        shared = len(node.children) + node.ends > 1  # other prompts diverge here
-        within_turn = behind_answer and not (ended or shared or self._runner.appends)
-        if within_turn and not self._has_spare(allocator.pages_for(lengths)):
-            return  # the next turn will continue this one's answer: see `_replace`
+        shared = node.is_awaited or len(node.children) + node.ends > 1
+        # An answer without stop strings becomes a state, which the next turn will continue.
+        replaced_soon = behind_answer and not (ended or shared or request.sampling.stop)
+        evicts = not self._runner.appends
+        if evicts and replaced_soon and not self._has_spare(allocator.pages_for(lengths)):
+            return
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
         if ended or self._runner.appends:

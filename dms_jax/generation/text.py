@@ -49,7 +49,10 @@ class StopStrings:
     @property
     def held(self) -> int:
         """The most characters at the end of the text that may become a stop string."""
-        lengths = ((each, n) for each in self._strings for n in range(len(each)))
+        last = self._end[-1:]
+        lengths = (
+            (each, n) for each in self._strings for n in range(1, len(each)) if each[n - 1] == last
+        )
         return max((n for each, n in lengths if self._end.endswith(each[:n])), default=0)
 
     def find(self, more: str) -> int | None:

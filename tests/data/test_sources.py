@@ -165,12 +165,20 @@ def test_line_outside_the_sample_can_be_repaired(tmp_path):
 
 
 def test_long_texts_are_divided_at_line_breaks(tmp_path):
-    text = "".join(f"line {number}\n" for number in range(100)) + "x" * 90
+    text = "".join(f"line {number}\n" for number in range(100)) + "x" * 60
     path = write(tmp_path / "long.txt", f"short<|endoftext|>{text}")
     parts = list(TextFiles(path, most=64))
     assert parts[0] == "short"
     assert "".join(parts[1:]) == text
     assert all(len(part) <= 64 and part.endswith("\n") for part in parts[1:-1])
-    assert parts[-1] == "x" * 90
+    assert parts[-1] == "x" * 60
     assert len(TextFiles(path)) == 2
     assert len(as_source(write(tmp_path / "book.txt", "word " * 100_000))) == 2
+
+
+def test_long_run_without_white_space_is_divided_between_characters(tmp_path):
+    text = "a" * 150 + "\u4f60" * 150 + " end of it, in words" * 20
+    path = write(tmp_path / "run.txt", text)
+    parts = list(TextFiles(path, most=64))
+    assert "".join(parts) == text
+    assert max(len(part.encode()) for part in parts) <= 64

@@ -247,6 +247,35 @@ def test_concurrent_turns_take_over_the_pages_of_their_sessions():
             ]
 
 
+def test_turn_that_a_stop_string_ends_keeps_its_prompt():
+    """The turn took over the pages of its session's state, and its answer becomes no state."""
+    engine = engine_of("evicts", 4, prefix_cache=0)
+    given = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, 5)]
+    short = dataclasses.replace(SHORT, max_new_tokens=3)
+    with squeezed_with_prefixes(engine, 17 * 20):
+        for turn in range(5):
+            found = ask(engine, "evicts", given, short)
+            given = [
+                prompt + one.tokens + [5 + turn] * 6
+                for prompt, one in zip(given, found, strict=True)
+            ]
+        prompt, long = given[-1] + [9] * 16, dataclasses.replace(SHORT, max_new_tokens=30)
+        stop = answer(prompt, long, "evicts").text[8:11]
+        (stopped,) = ask(engine, "evicts", [prompt], dataclasses.replace(long, stop=(stop,)))
+        assert stopped.usage.cached_tokens == 55
+        (again,) = ask(engine, "evicts", [prompt + stopped.tokens + [7] * 6], short)
+        assert again.usage.cached_tokens >= 55
+
+
+def test_questions_after_an_answer_share_their_document_although_room_is_short():
+    engine, (prompt,) = engine_of("evicts", 2, prefix_cache=0), prompts((30,))
+    with squeezed_with_prefixes(engine, 13 * 20):
+        (first,) = ask(engine, "evicts", [prompt])
+        start = prompt + first.tokens + story_tokens()[300:340]
+        found = ask(engine, "evicts", [[*start, 5, 6, 7], [*start, 7, 6, 5]])
+        assert cached(found) == [35, 72]
+
+
 def test_state_that_another_queued_turn_continues_is_copied():
     """Two turns that fork after an answer both continue it, although room is short."""
     engine, (prompt,) = engine_of("evicts", 1, prefix_cache=0), prompts((30,))
