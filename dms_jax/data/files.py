@@ -26,8 +26,10 @@ def map_text(path: pathlib.Path) -> mmap.mmap:
     """Returns the content of a text file, unpacked.
 
     Raises:
-      DataError: it is missing, empty or damaged.
+      DataError: it is missing, empty, damaged or a pipe.
     """
+    if path.is_fifo():
+        raise DataError(f"{path} is a pipe; a regular file is needed, as it is read several times.")
     try:
         if path.suffix != ".gz":
             with path.open("rb") as file:

@@ -455,12 +455,9 @@ class Prefixes:
             if node.state in self._on_device:
                 self._touch(node.state)
             return
-        _, behind_answer = self._continued.get(lane, (0, False))
-        shared = node.is_awaited or len(node.children) + node.ends > 1
-        # An answer without stop strings becomes a state, which the next turn will continue.
-        replaced_soon = behind_answer and not (ended or shared or request.sampling.stop)
-        evicts = not self._runner.appends
-        if evicts and replaced_soon and not self._has_spare(allocator.pages_for(lengths)):
+        takes_a_copy = not (ended or self._runner.appends)
+        brief = takes_a_copy and self._is_replaced_soon(lane, request, node)
+        if brief and not self._has_spare(allocator.pages_for(lengths)):
             return
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
@@ -476,6 +473,16 @@ class Prefixes:
         node.set_state(state)
         self._on_device[state] = None
         self._replace(lane, state)
+
+    def _is_replaced_soon(self, lane: int, request: "Request", node: Node) -> bool:
+        """Whether the next turn will continue this turn's answer, not a state within its prompt.
+
+        An answer with stop strings may become no state; see `keep`.
+        """
+        _, behind_answer = self._continued.get(lane, (0, False))
+        if not behind_answer or request.sampling.stop:
+            return False
+        return len(node.children) + node.ends <= 1 and not node.is_awaited
 
     def _replace(self, lane: int, state: PrefixState) -> None:
         """Marks the states that a new one replaces: those that its request continued.

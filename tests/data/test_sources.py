@@ -1,6 +1,7 @@
 """Documents from files and from memory; errors name file and line."""
 
 import json
+import os
 import pathlib
 
 import chex
@@ -182,3 +183,10 @@ def test_long_run_without_white_space_is_divided_between_characters(tmp_path):
     parts = list(TextFiles(path, most=64))
     assert "".join(parts) == text
     assert max(len(part.encode()) for part in parts) <= 64
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
+def test_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
+    os.mkfifo(pipe := tmp_path / "texts.txt")
+    with pytest.raises(DataError, match=r"texts\.txt is a pipe; a regular file is needed"):
+        as_source(pipe)
