@@ -23,7 +23,6 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.config import ModelConfig
 from dms_jax.data.tasks import LinearEquation
 from dms_jax.evaluation import Hyperscaling, System, evaluate
-from dms_jax.evaluation.tasks import PIQA
 
 LONGEST_MESSAGE = 400
 
@@ -208,11 +207,6 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             lambda: evaluate(model, 3),
             "ConfigError",
             ("evaluate wants a task", "got 3"),
-        ),
-        "evaluate choices": Case(
-            lambda: evaluate(model, PIQA("piqa.jsonl")),
-            "ConfigError",
-            ("evaluate wants tasks that are answered in words", "piqa", "evaluate_choices"),
         ),
     }
 

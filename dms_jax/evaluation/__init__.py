@@ -6,7 +6,6 @@ from dms_jax.evaluation.evaluating import SAMPLING, evaluate
 from dms_jax.evaluation.hyperscaling import System, hyperscale
 from dms_jax.evaluation.hyperscaling_result import AXES, Axis, Hyperscaling, Point
 from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
-from dms_jax.evaluation.multiple_choice import ChoiceResult, evaluate_choices
 from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
 from dms_jax.evaluation.perplexity import Perplexity, perplexity
 from dms_jax.evaluation.prompting import Chat
@@ -27,7 +26,6 @@ __all__ = [
     "SAMPLING",
     "Axis",
     "Chat",
-    "ChoiceResult",
     "Hyperscaling",
     "Level",
     "Likelihood",
@@ -44,7 +42,6 @@ __all__ = [
     "difference",
     "encode_pair",
     "evaluate",
-    "evaluate_choices",
     "frontier",
     "gain_at",
     "hyperscale",

@@ -10,8 +10,7 @@ import pytest
 import dms_jax
 from dms_jax import assets, terminal
 from dms_jax.command_line import evaluate
-from dms_jax.command_line.candidates import NOTE, change, gave_up, observed, read_candidates, table
-from dms_jax.evaluation import ChoiceResult, Measured
+from dms_jax.command_line.candidates import NOTE, gave_up, read_candidates
 
 TEXT = ("max_tokens=24", "window=8")  # three windows
 
@@ -186,26 +185,6 @@ def _perplexity(nats):
         peak=8.0,
         cache_bytes=128.0,
     )
-
-
-def test_choices_are_in_percent():
-    def result(gold):
-        return ChoiceResult(
-            settings={},
-            logprobs=(np.array([-1.0, -2.0]), np.array([-3.0, -2.0])),
-            lengths=(np.array([1, 1]), np.array([1, 1])),
-            gold=np.array(gold),
-            peak=np.array([5.0, 7.0]),
-            seconds=1.0,
-        )
-
-    right, half = result([0, 1]), result([1, 1])
-    figure, scores = observed(half)
-    assert figure == Measured(50.0, 50.0)
-    assert scores.tolist() == [0, 100]
-    assert change(half, right) == Measured(-50.0, 50.0)
-    shown = table({"a": right, "b": half}, "piqa")
-    assert [column.header for column in shown.columns] == ["policy", "right, %", "change", "peak"]
 
 
 @pytest.mark.nightly

@@ -1,15 +1,5 @@
-"""Tasks on local files of published data sets, answered in text or by likelihood."""
+"""Tasks on local files of published data sets, and RULER."""
 
-from dms_jax.evaluation.tasks.choices import (
-    ARC,
-    MMLU,
-    PIQA,
-    BoolQ,
-    Choices,
-    ChoiceTask,
-    HellaSwag,
-    WinoGrande,
-)
 from dms_jax.evaluation.tasks.code import CodeTask, HumanEval
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
@@ -19,22 +9,14 @@ from dms_jax.evaluation.tasks.ruler import RULER, ruler_tasks
 
 __all__ = [
     "AIME",
-    "ARC",
     "GPQA",
     "GSM8K",
     "MATH500",
-    "MMLU",
-    "PIQA",
     "RULER",
-    "BoolQ",
-    "ChoiceTask",
-    "Choices",
     "CodeTask",
     "FileTask",
-    "HellaSwag",
     "HumanEval",
     "LiveCodeBench",
     "Mathematics",
-    "WinoGrande",
     "ruler_tasks",
 ]

@@ -36,7 +36,7 @@ class CodeTask(FileTask):
     A problem's only reference answer is its tests, as JSON.
 
     Attributes:
-      path, few_shot, examples: see `FromFile`.
+      path, few_shot, examples: see `FileTask`.
       sandbox: the limits of the programs. There is no default, because running model-written code
         must be a decision.
     """
