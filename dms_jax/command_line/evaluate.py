@@ -95,14 +95,14 @@ class Config(Devices):
     task: str = "reasoning"
     """Generated: linear, arithmetic, words, needle, tracking, or reasoning (the first three in
     turn). ruler: all tasks of RULER whose data is given, or the one named by task=. From a file,
-    answered in text: gsm8k, math500, aime, gpqa, mathematics; by programs: humaneval,
-    livecodebench. text: the loss on a text, predicted token by token from the cache."""
+    answered in text: gsm8k, math500, aime, gpqa, mathematics; by programs: humaneval.
+    text: the loss on a text, predicted token by token from the cache."""
     task_options: tuple[str, ...] = ()
     """Options of the task, as name=value or as one JSON object: difficulty and length of generated
     tasks; path=, few_shot= and examples= of tasks on files; length=, squad=, hotpotqa=, essays= and
     words= of ruler; path= (default TinyStories), window= and max_tokens= of text."""
     allow_code: bool = False
-    """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
+    """Judge programs by running them, in a sandbox; humaneval needs it."""
     chat: bool = False
     """Ask through the model's chat template; thoughts before the answer are not judged."""
     system: str | None = None

@@ -27,11 +27,9 @@ from dms_jax.evaluation.tasks import (
     MATH500,
     RULER,
     HumanEval,
-    LiveCodeBench,
     Mathematics,
     ruler_tasks,
 )
-from dms_jax.evaluation.tasks.code import CodeTask
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.training.display import short_of_target
 
@@ -41,8 +39,7 @@ TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
-TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics)}
-TASKS |= {task.name: (task,) for task in (HumanEval, LiveCodeBench)}
+TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics, HumanEval)}
 
 
 def find_model(name: str) -> str | pathlib.Path:
@@ -244,17 +241,17 @@ def read_tasks(
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
     if issubclass(TASKS[name][0], FileTask) and "path" not in fields:
         raise dms_jax.ConfigError(f"--task {name} reads a file: --task-options path=FILE.")
-    if issubclass(TASKS[name][0], CodeTask):
-        fields["sandbox"] = _sandbox(name, fields, allow_code)
-        known[TASKS[name][0]].add("sandbox")
+    if name == HumanEval.name:
+        fields["sandbox"] = _sandbox(fields, allow_code)
+        known[HumanEval].add("sandbox")
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
 
 
-def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
+def _sandbox(fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
     """Returns the sandbox of a programming task, with the limits of `sandbox=`."""
     if not allow_code:
         raise dms_jax.ConfigError(
-            f"--task {name} judges answers by running them: code that a model wrote would run on "
+            "--task humaneval judges answers by running them: code that a model wrote would run on "
             "this machine. Allow it, in a sandbox, with --allow-code."
         )
     limits = fields.get("sandbox", {})

@@ -352,7 +352,7 @@ SLIPS = {
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "evaluate --task txt": "--task 'txt' (did you mean text?) is none of",
     "evaluate --task .": "A task reads a file: --task mathematics --task-options path=.",
-    "hyperscale --task text": "livecodebench, ruler.\n",
+    "hyperscale --task text": "humaneval, ruler.\n",
     "generate Hi": "there is no directory or file /",
 }
 

@@ -14,7 +14,7 @@ from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import RULER
 from dms_jax.evaluation.tasks.ruler import RULER_TASKS
 from tests.evaluation.tasks.published import GPQA_CSV, lines, text
-from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
+from tests.evaluation.tasks.published_code import HUMANEVAL
 from tests.support.containment import needs_containment
 
 MODEL = str(assets.path("stories260k"))
@@ -115,18 +115,16 @@ def test_tasks_by_name():
         options.read_tasks("poetry", [])
 
 
-@pytest.mark.parametrize("name", ["humaneval", "livecodebench"])
-def test_code_runs_only_with_allow_code(name, tmp_path):
-    records = {"humaneval": HUMANEVAL, "livecodebench": LIVECODEBENCH}[name]
-    path = f"path={lines(tmp_path / 'a.jsonl', records)}"
-    with pytest.raises(dms_jax.ConfigError, match=rf"--task {name} .*with --allow-code"):
-        options.read_tasks(name, [path])
-    with pytest.raises(dms_jax.ConfigError, match=f"--task {name} reads a file"):
-        options.read_tasks(name, [], allow_code=True)
+def test_code_runs_only_with_allow_code(tmp_path):
+    path = f"path={lines(tmp_path / 'a.jsonl', HUMANEVAL)}"
+    with pytest.raises(dms_jax.ConfigError, match=r"--task humaneval .*with --allow-code"):
+        options.read_tasks("humaneval", [path])
+    with pytest.raises(dms_jax.ConfigError, match="--task humaneval reads a file"):
+        options.read_tasks("humaneval", [], allow_code=True)
     with pytest.raises(dms_jax.ConfigError, match="sandbox= takes limits as a JSON object"):
-        options.read_tasks(name, [path, "sandbox=yes"], allow_code=True)
+        options.read_tasks("humaneval", [path, "sandbox=yes"], allow_code=True)
     with pytest.raises(dms_jax.ConfigError, match="second"):
-        options.read_tasks(name, [path, 'sandbox={"second": 3}'], allow_code=True)
+        options.read_tasks("humaneval", [path, 'sandbox={"second": 3}'], allow_code=True)
     for script in (evaluate, hyperscale):
         assert script.Config().allow_code is False
 

@@ -1,9 +1,8 @@
 """Tasks on local files of published data sets, and RULER."""
 
-from dms_jax.evaluation.tasks.code import CodeTask, HumanEval
+from dms_jax.evaluation.tasks.code import HumanEval
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.gpqa import GPQA
-from dms_jax.evaluation.tasks.livecodebench import LiveCodeBench
 from dms_jax.evaluation.tasks.maths import AIME, GSM8K, MATH500, Mathematics
 from dms_jax.evaluation.tasks.ruler import RULER, ruler_tasks
 
@@ -13,10 +12,8 @@ __all__ = [
     "GSM8K",
     "MATH500",
     "RULER",
-    "CodeTask",
     "FileTask",
     "HumanEval",
-    "LiveCodeBench",
     "Mathematics",
     "ruler_tasks",
 ]
