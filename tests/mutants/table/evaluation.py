@@ -146,13 +146,6 @@ MUTANTS = [
         (f"{CODE}::test_chat_answers_to_humaneval",),
     ),
     Mutant(
-        "analysis: key projections are read and value projections are not",
-        "dms_jax/analysis/latency.py",
-        "heads = 2 * config.num_heads + 2 * config.num_kv_heads",
-        "heads = 2 * config.num_heads + config.num_kv_heads",
-        ("tests/analysis/test_latency.py",),
-    ),
-    Mutant(
         "RULER: a question for one value asks for all",
         FOLDER + "tasks/ruler/needles.py",
         "if len(answers) == 1:",
