@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         "code: the first block of code is the answer",
         FOLDER + "tasks/code.py",
-        "return blocks[-1] if",
-        "return blocks[0] if",
+        "return found[-1] if",
+        "return found[0] if",
         (f"{CODE}::test_chat_answers_to_humaneval",),
     ),
     Mutant(
