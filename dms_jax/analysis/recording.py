@@ -52,6 +52,11 @@ class RecordedPages:
     positions: Int[Array, "N P"] = struct.field(metadata=PAGES)
 
 
+def _of_policy(name: str) -> Any:
+    """An attribute or a method of the recorded policy."""
+    return property(lambda recording: getattr(recording.policy, name))
+
+
 @dataclasses.dataclass(frozen=True)
 class Recording(Policy):
     """Runs a policy and records its rows.
@@ -64,32 +69,16 @@ class Recording(Policy):
     policy: Policy
     tokens: Count
 
-    # -- what the library must know ---------------------------------------------------------------
-
-    @property
-    def observes_weights(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Policy.observes_weights`."""
-        return self.policy.observes_weights
-
-    @property
-    def parallel(self):
-        """See `Policy.parallel`."""
-        return self.policy.parallel
-
-    @property
-    def visible_window(self) -> int:
-        """See `Policy.visible_window`."""
-        return self.policy.visible_window
-
-    @property
-    def shrinks(self) -> bool:
-        """See `Policy.shrinks`."""
-        return self.policy.shrinks
-
-    @property
-    def retrofit(self):
-        """See `Policy.retrofit`."""
-        return self.policy.retrofit
+    # What the library asks, and the recorded policy answers; none of it needs the state.
+    observes_weights = _of_policy("observes_weights")
+    parallel = _of_policy("parallel")
+    visible_window = _of_policy("visible_window")
+    shrinks = _of_policy("shrinks")
+    retrofit = _of_policy("retrofit")
+    footprint = _of_policy("footprint")
+    decide = _of_policy("decide")
+    borrowed = _of_policy("borrowed")
+    evicted = _of_policy("evicted")
 
     def groups(self, num_layers: int) -> tuple[LayerGroup, ...]:
         """See `Policy.groups`; records each group's policy, with all values on the device."""
@@ -102,24 +91,6 @@ class Recording(Policy):
         """See `Policy.for_length`."""
         policy = self.policy.for_length(tokens)
         return self if policy is self.policy else dataclasses.replace(self, policy=policy)
-
-    def footprint(self, tokens, **options):
-        """See `Policy.footprint`."""
-        return self.policy.footprint(tokens, **options)
-
-    # -- handed to the policy ---------------------------------------------------------------------
-
-    def decide(self, tokens):
-        """See `Policy.decide`."""
-        return self.policy.decide(tokens)
-
-    def borrowed(self, group: int, head_dim: int):
-        """The neurons that the recorded policy borrows; see `Policy.borrowed`."""
-        return self.policy.borrowed(group, head_dim)
-
-    def evicted(self, chunk: Chunk):
-        """See `Policy.evicted`."""
-        return self.policy.evicted(chunk)
 
     def due(self, state: PolicyState, lengths, chunk: Chunk):
         """See `Policy.due`."""
@@ -142,8 +113,6 @@ class Recording(Policy):
     def survivors(self, state: PolicyState, chunk: Chunk, rows, q):
         """See `Policy.survivors`."""
         return self.policy.survivors(_inner(state), chunk, rows, q)
-
-    # -- recorded ---------------------------------------------------------------------------------
 
     def init_state(self, shape: CacheShape) -> PolicyState:
         """Returns the policy's state, with no token seen."""
