@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import gzip
 import json
 import math
 import pathlib
@@ -278,18 +277,6 @@ def test_prompts_of_every_form(stories, tmp_path):
     path.write_text(json.dumps(long) + "\n")
     with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
         reading.read_questions(config, model)
-
-
-@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.json", "p.csv"])
-def test_questions_of_every_kind_of_file(stories, tmp_path, name):
-    path, rows = tmp_path / name, ["Ask", "Tell"]
-    text = "".join(json.dumps({"question": row}) + "\n" for row in rows)
-    if name == "p.csv":
-        text = "question\nAsk\nTell\n"
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
-    read = reading.read_questions(config, stories)
-    assert [read.tokens[number] for number in range(2)] == [*map(stories.tokenizer.encode, rows)]
 
 
 def test_held_out_prompts_are_not_trained_on(stories, tmp_path):
