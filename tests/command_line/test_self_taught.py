@@ -21,7 +21,7 @@ from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.data import Exchange
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
-from dms_jax.model.low_rank import LowRank, low_rank_of
+from dms_jax.model.low_rank import LowRank
 
 _, STORIES = PRESETS["self-taught-stories260k"]
 TINY = dataclasses.replace(
@@ -137,19 +137,6 @@ def test_held_out_loss_of_answers_and_of_whole_sequences():
     assert of_short["loss_whole"] == of_long["loss_whole"]
     assert of_long["loss_whole"] == pytest.approx(-float(np.mean(logprobs)), rel=0.02)
     assert of_long["distillation"] == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.nightly
-def test_the_result_is_a_small_adapter(stopped_and_run):
-    out = stopped_and_run.out
-    base = dms_jax.load(dms_jax.assets.path("stories260k"))
-    for name in ("model", "snapshots/1.5", "snapshots/2"):
-        folder = out / "training" / name
-        assert (folder / "dms_adapter.json").exists()
-        assert sum(file.stat().st_size for file in folder.iterdir()) < 100_000
-        model = dms_jax.load(base.source, adapter=folder)
-        assert low_rank_of(model.transformer) == LowRank(rank=2, alpha=TINY.alpha)
-        assert model.policy == dms_jax.DMS(window=8, source="adapter")
 
 
 @pytest.mark.nightly
