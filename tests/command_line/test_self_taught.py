@@ -157,14 +157,6 @@ def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsy
 
 
 @pytest.mark.nightly
-def test_page_has_figures_and_commands(stopped_and_run):
-    page = (stopped_and_run.out / "README.md").read_text()
-    assert page.startswith("# stories260k with DMS, taught by its own answers")
-    assert "| DMS, ratio 2 |" in page
-    assert "training/model, the adapter of stories260k." in page
-
-
-@pytest.mark.nightly
 def test_other_settings_are_refused(stopped_and_run, monkeypatch):
     before = (stopped_and_run.out / "results.json").read_text()
     with pytest.raises(dms_jax.ConfigError, match=r"--seed 0, not 1, --window 8, not 9"):
