@@ -21,6 +21,7 @@ import dms_jax
 from dms_jax import assets
 from dms_jax.data.tasks import LinearEquation
 from dms_jax.evaluation import Hyperscaling, System, evaluate
+from dms_jax.evaluation.tasks import PIQA
 
 LONGEST_MESSAGE = 400
 
@@ -86,6 +87,8 @@ def sampling_cases() -> dict[str, Case]:
 
     return {
         "top_p zero": case(("top_p", "above 0 and at most 1"), top_p=0),
+        "min_p two": case(("min_p", "at most 1"), min_p=2),
+        "logprobs number": case(("logprobs", "True or False"), logprobs=3),
         "max_new_tokens zero": case(("max_new_tokens", "at least 1", "got 0"), max_new_tokens=0),
         "stop empty": case(("stop", "empty"), stop=["a", ""]),
         "stop ids": case(("stop", "a sequence, each a text"), stop=[13]),
@@ -134,6 +137,7 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "matrix": data("shape [2, 2]", "one dimension", prompts=[np.ones((2, 2), int)]),
         "id too large": data("Prompt 1", "0 ... 511", "512", prompts=[[1], [3, 512]]),
         "too long": data("Prompt 0", "600 tokens", "512 positions", prompts=[[1] * 600]),
+        "text without a tokenizer": data("without a tokenizer", prompts=["a"], given=silent),
         "stop strings without a tokenizer": case(
             "ConfigError",
             "stop strings",
@@ -175,6 +179,8 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
 
     return {
         "engine model": engine("ConfigError", "dms_jax.load", given=3),
+        "engine lanes": engine("ConfigError", "num_lanes must be", num_lanes=0),
+        "engine max_tokens": engine("ConfigError", "max_tokens must be", max_tokens=0),
         "conversation model": Case(
             lambda: dms_jax.Conversation("path"), "ConfigError", ("dms_jax.load",)
         ),
@@ -194,6 +200,11 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
             lambda: evaluate(model, 3),
             "ConfigError",
             ("evaluate wants a task", "got 3"),
+        ),
+        "evaluate choices": Case(
+            lambda: evaluate(model, PIQA("piqa.jsonl")),
+            "ConfigError",
+            ("evaluate wants tasks that are answered in words", "piqa", "evaluate_choices"),
         ),
     }
 
