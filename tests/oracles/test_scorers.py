@@ -22,6 +22,7 @@ def test_kvzap_drops_low_scores():
     assert kvzap.slots_per_step(scores, -1.0, 1)[-1] == list(range(6))  # at the threshold it stays
     # The first two tokens are always kept.
     assert kvzap.slots_per_step(scores, 0.0, 1, sinks=2)[-1] == [0, 1, 2, 5, 4]
+    assert kvzap.slots_per_step(scores, 0.0, 1, sinks=1)[-1] == [0, 5, 2, 4]
 
 
 def test_kvpop_drops_the_lowest_score_beyond_the_window():
