@@ -77,6 +77,20 @@ def test_h2o_sums_a_dense_prompt_before_the_cut():
     chex.assert_trees_all_equal(trace.live_counts[:, 0], np.array([1, 2, 3, 4, 3, 3]))
 
 
+def test_h2o_cuts_prompt_by_group_mean_column_sums():
+    q, k, v = tensors(12, length=24)
+    scores = np.einsum("tkgd,skd->kgts", 3 * q.reshape(24, 2, 2, 6), k) / np.sqrt(6)
+    weights = np.exp(scores) * np.tri(24)
+    weights /= weights.sum(-1, keepdims=True)
+    sums = weights.mean(axis=1).sum(axis=1)
+    expected = [[*sorted(np.argsort(-row[:21])[:4].tolist()), 21, 22, 23] for row in sums]
+    trace = h2o.simulate(3 * q, k, v, 24, heavy=4, recent=3, prefill="dense_then_evict")
+    assert trace.kept[-1] == expected
+    # The example tells a mean over the group from its first head and from a maximum.
+    for other in (weights[:, 0].sum(axis=1), weights.max(axis=1).sum(axis=1)):
+        assert (np.argsort(-other[:, :21])[:, :4] != np.argsort(-sums[:, :21])[:, :4]).any()
+
+
 @pytest.mark.parametrize("prefill", ["evict_past_budget", "dense_then_evict"])
 @pytest.mark.parametrize("length", [12, 13])
 def test_a_sufficient_budget_equals_vanilla(prefill, length):
