@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax import assets, terminal
+from dms_jax import terminal
 from dms_jax.command_line import evaluate
 from dms_jax.command_line.candidates import NOTE, gave_up, read_candidates
 
@@ -185,27 +185,3 @@ def _perplexity(nats):
         peak=8.0,
         cache_bytes=128.0,
     )
-
-
-@pytest.mark.nightly
-def test_policies_on_a_text_through_the_real_cache(tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text(assets.stories("valid")[0] * 2, encoding="utf-8")
-    config = evaluate.Config(
-        model="stories260k",
-        task="text",
-        task_options=(f"path={text}", "max_tokens=80", "window=40"),
-        policies=(
-            "Vanilla",
-            "StreamingLLM,compression_ratio=4",
-            "KCache,top=8",
-            "Vanilla,kv_dtype=float8_e4m3",
-        ),
-        page_size=16,
-    )
-    dense, streaming, _, float8 = evaluate.main(config).values()
-    assert dense.peak == 40
-    assert dense.reads == 41 / 2
-    assert streaming.peak == 10
-    assert streaming.reads == (55 + 30 * 10) / 40
-    assert dense.cache_bytes / 2 > float8.cache_bytes

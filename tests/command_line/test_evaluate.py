@@ -53,24 +53,6 @@ def test_out_holds_figures_and_provenance(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_several_devices_give_the_result_of_one(tmp_path):
-    tale = tmp_path / "tale.txt"
-    tale.write_text("Once upon a time there was a cat. " * 20)
-    answers = dict(task="linear", problems=4, temperature=0.0, max_new_tokens=8)
-    loss = dict(task="text", task_options=(f"path={tale}", "window=48"))
-    for task in (answers, loss):
-        quick = dict(model=MODEL, policy="StreamingLLM", options=("budget=16",), page_size=16)
-        alone, spread = (
-            evaluate.main(evaluate.Config(**quick, **task, **shards, lanes=4))
-            for shards in ({}, dict(data_shards=2, model_shards=2))
-        )
-        if task is loss:
-            assert spread.nats == pytest.approx(alone.nats, rel=1e-5)
-        else:
-            assert spread.completions == alone.completions
-
-
-@pytest.mark.nightly
 def test_tasks_on_files(tmp_path):
     gpqa = text(tmp_path / "q.csv", GPQA_CSV)
     small = dict(model=MODEL, page_size=16, lanes=4)

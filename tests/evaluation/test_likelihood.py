@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.errors import CapacityError, DataError
+from dms_jax.errors import DataError
 from dms_jax.evaluation import (
     Serving,
     encode_pair,
@@ -115,20 +115,6 @@ def test_continuations_of_many_lengths_share_programs(monkeypatch):
     ran.clear()
     likelihoods(stories(), pairs[-1:], serving=SERVING)
     assert ran == []
-
-
-@pytest.mark.nightly
-def test_lanes_and_memory_change_nothing():
-    """One at a time, and in a pool that holds only one longest sequence."""
-    want = likelihoods(stories(), PAIRS, serving=SERVING)
-    assert_same(likelihoods(stories(), PAIRS, serving=dataclasses.replace(SERVING, lanes=1)), want)
-    config = stories().config
-    page = 2 * 16 * config.head_dim * 4
-    pages = 2 * config.num_layers * config.num_kv_heads
-    small = dataclasses.replace(SMALL_PAGES, memory=pages * page)
-    assert_same(likelihoods(stories(), PAIRS, serving=small), want)
-    with pytest.raises(CapacityError, match=r"cannot hold .* of prompt 1 "):
-        likelihoods(stories(), PAIRS, serving=dataclasses.replace(small, memory=pages * page / 2))
 
 
 @pytest.mark.nightly
