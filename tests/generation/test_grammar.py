@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import re
-import types
 
 import chex
 import jax
@@ -17,7 +16,7 @@ import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, grammar
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
+from dms_jax.generation.grammar import Grammar, GrammarError, Matcher, masks_of
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.generation.sampling import LanesFilter, sample
@@ -160,14 +159,14 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     """Requests without a grammar use the ordinary programs."""
     chunks, runner = [], engine.runner
-    decode, masked = runner.decode, runner.decode_masked
+    decode, checked = runner.decode, runner.decode_checked
     monkeypatch.setattr(
         runner, "decode", lambda *given, **more: chunks.append("whole") or decode(*given, **more)
     )
     monkeypatch.setattr(
         runner,
-        "decode_masked",
-        lambda *given, **more: chunks.append("step") or masked(*given, **more),
+        "decode_checked",
+        lambda *given, **more: chunks.append("step") or checked(*given, **more),
     )
     short = dataclasses.replace(GREEDY, max_new_tokens=20, grammar=Grammar.regex("[a-z]{2}"))
     requests = requests_of(PROMPTS[:2], [dataclasses.replace(GREEDY, max_new_tokens=20), short])
@@ -301,14 +300,16 @@ def test_missing_llguidance_names_extra(monkeypatch):
 
 def test_opening_forces_its_tokens():
     tokens = (33, 69, 31)
-    masks, matcher = TokenMasks(2, 70), grammar.OpeningMatcher(grammar.Opening(tokens))
-    request, found = types.SimpleNamespace(matcher=matcher), masks.next({1: matcher})
+    matcher = grammar.OpeningMatcher(grammar.Opening(tokens))
     for token in tokens:
+        assert matcher.only == token
+        found = masks_of({1: matcher}, 2, 70)
         bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
         assert bits[0].all()
         assert np.flatnonzero(bits[1]).tolist() == [token]
-        found = masks.after({1: request}, np.array([5, token]), np.array([1, 1]), end_tokens=())
-    assert (found == -1).all()
+        matcher.read()
+    assert matcher.only is None
+    assert (masks_of({1: matcher}, 2, 70) == -1).all()
     matcher.restart([33])
     assert matcher.only == 69
 
@@ -339,14 +340,13 @@ def test_grammar_of_any_text_changes_no_answer(name):
 def test_too_complex_grammar_names_its_request(engine, monkeypatch):
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
     requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
-    after = TokenMasks.after
+    allows = Matcher.try_consume
 
-    def wrong(self, requests, *given, **more):
-        for each in requests.values():
-            each.matcher.compiled.consume_token(500)  # a token that no state of the grammar allows
-        return after(self, requests, *given, **more)
+    def wrong(self, token):
+        self.compiled.consume_token(500)  # a token that no state of the grammar allows
+        return allows(self, token)
 
-    monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match=r"after token 1: .*satisfy") as error:
+    monkeypatch.setattr(Matcher, "try_consume", wrong)
+    with pytest.raises(GrammarError, match=r"to its end: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}
