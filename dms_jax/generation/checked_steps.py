@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Lanes whose tokens are drawn again in a small program; if they are more, all lanes are in it.
 FEW = 16
+# Share of refused tokens from which the next step waits for the check: half of it would be void.
+MOST_REFUSED = 0.5
 _DONE = object()
 
 
@@ -138,7 +140,7 @@ class CheckedSteps:
         with use_mesh(self._runner.model.mesh):
             try:
                 for number in range(num_steps):
-                    ahead = self._undo is not None and self._refused < 0.5
+                    ahead = self._undo is not None and self._refused < MOST_REFUSED
                     if unchecked is not None and not (ahead and number < num_steps - 1):
                         refused = self._check(unchecked)
                         self._redraw(unchecked, refused)

@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import inspect
 import json
 import re
+import types
 
 import chex
 import jax
@@ -14,7 +16,7 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, grammar
+from dms_jax.generation import Engine, Sampling, checked_steps, grammar, programs
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import Grammar, GrammarError, Matcher, masks_of
 from dms_jax.generation.in_flight import InFlight
@@ -107,6 +109,33 @@ def test_only_allowed_tokens_are_drawn(together):
             assert tokens.tolist() == likeliest.tolist()
         if place == 1 and not together:
             assert (tokens != likeliest).any()
+
+
+def test_tokens_drawn_again_follow_the_masked_distribution():
+    """A free draw that is allowed, else one under the mask: shares of 40,000 draws."""
+    rows, size = 40_000, 6
+    logits = np.array([2.0, 1.5, 0.5, 0.0, -0.5, -1.0])
+    allowed = np.array([False, True, False, True, True, False])
+    everything = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, size))
+    seeds = jnp.stack([jnp.arange(rows), jnp.zeros(rows, int)], 1).astype(jnp.uint32)
+    positions, rule = jnp.zeros(rows, jnp.int32), Sampling(temperature=1.0).filter
+    free, _ = sample(everything, programs.request_keys(seeds), positions, rule)
+    refused = np.flatnonzero(~allowed[np.asarray(free)]).astype(np.int32)
+    assert 0.5 < len(refused) / rows < 0.7
+    redraw = inspect.unwrap(programs.redraw)
+    _, tokens = redraw(
+        types.SimpleNamespace(unembed=lambda hidden: hidden),
+        programs.Source(everything, positions),
+        free,
+        refused,
+        bits(np.broadcast_to(allowed, (len(refused), size))),
+        seeds,
+        rule,
+    )
+    found = np.bincount(np.asarray(tokens), minlength=size) / rows
+    want = np.where(allowed, np.exp(logits), 0)
+    want /= want.sum()
+    chex.assert_trees_all_close(found, want, atol=4 * np.sqrt(0.25 / rows))
 
 
 # -- the engine ----------------------------------------------------------------------------------
@@ -335,6 +364,38 @@ def test_grammar_of_any_text_changes_no_answer(name):
         assert one.usage.live_tokens == other.usage.live_tokens
         assert one.usage.kv_reads == other.usage.kv_reads
         assert one.usage.peak_tokens == other.usage.peak_tokens
+
+
+UNDOABLE = {
+    "vanilla": dms_jax.Vanilla(),
+    "dms": MECHANISMS["dms"],
+    "without a window": dms_jax.RandomEviction(window=0, rate=0.6),
+    "streaming": dms_jax.StreamingLLM(budget=12, sinks=2),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", UNDOABLE)
+def test_steps_taken_back_change_no_answer(name, monkeypatch):
+    """Each refused token costs a step, unless the check comes before it."""
+    people = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON), logprobs=True)
+    samplings = [people, dataclasses.replace(GREEDY, max_new_tokens=20, logprobs=True)]
+    assert UNDOABLE[name].can_undo
+    model = dataclasses.replace(stories(), policy=UNDOABLE[name])
+    engine = Engine(model, UNDOABLE[name], max_tokens=64, **SHAPE)
+    runs = []
+    for undoes in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(checked_steps, "MOST_REFUSED", 2 if undoes else 0)
+            requests = requests_of(PROMPTS[:2], samplings)
+            serve_arrivals(engine, [requests])
+            runs.append(requests)
+    assert is_person(runs[0][0].text)
+    for one, other in zip(*runs, strict=True):
+        assert one.generated == other.generated
+        chex.assert_trees_all_close(np.array(one.logprobs), np.array(other.logprobs), atol=1e-4)
+        for what in ("live_tokens", "kv_reads", "peak_tokens", "new_tokens"):
+            assert getattr(one.usage, what) == getattr(other.usage, what)
 
 
 def test_too_complex_grammar_names_its_request(engine, monkeypatch):
