@@ -17,6 +17,7 @@ The check comes before the next step under a policy whose steps cannot be taken 
 (`Policy.can_undo`), before the last step of a chunk, and while most tokens are refused.
 """
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -119,10 +120,15 @@ class CheckedSteps:
         self._outer = runner.model.transformer.without_layers()
         self._taken = np.zeros_like(remaining)  # steps of each lane, without those taken back
         self._ended = np.zeros(len(remaining), bool)
-        self._undo = runner.blank_undo
+        matchers = [(lane, each.matcher) for lane, each in answers.items()]
+        self._grammars = [each for each in matchers if isinstance(each[1], Matcher)]
+        self._openings = [each for each in matchers if isinstance(each[1], OpeningMatcher)]
+        self._undo, self._program = runner.blank_undo, None
         self._refused = 0.0  # share of the last checked tokens
         self.steps, self.tail = list[Packed](), None
         self.redrawn, self._unread = list[Redrawn](), list[Redrawn]()
+        # Those with which a step was launched, and the lanes that took part in it.
+        self._read = list[tuple[Redrawn, Bool[np.ndarray, " B"]]]()
         self.void = list[Bool[np.ndarray, " B"]]()
         self.newest: Any = runner.everywhere(tokens)
         self.error: GrammarError | None = None
@@ -137,28 +143,29 @@ class CheckedSteps:
         first = self.newest
         takes_back = no_lanes = np.zeros(len(self._ended), bool)
         unchecked: _Step | None = None
-        with use_mesh(self._runner.model.mesh):
+        mesh = self._runner.model.mesh
+        with use_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as self._thread:
             try:
                 for number in range(num_steps):
                     ahead = self._undo is not None and self._refused < MOST_REFUSED
                     if unchecked is not None and not (ahead and number < num_steps - 1):
-                        refused = self._check(unchecked)
-                        self._redraw(unchecked, refused)
+                        self._redraw(unchecked, self._wait(self._begin_check(unchecked)))
                         unchecked = None
                     if not (self._going.any() or takes_back.any()):
                         break
+                    check = None if unchecked is None else self._begin_check(unchecked)
                     step = self._launch(number, table, takes_back)
                     takes_back = no_lanes
                     if number == 0:
                         self._consume_first(np.asarray(first))
-                    if unchecked is not None:
-                        takes_back = self._check(unchecked)
-                        self._redraw(unchecked, takes_back)
-                        step.void[:] = takes_back
+                    if check is not None:
+                        takes_back = step.void[:] = self._wait(check)
                         self._taken = self._taken - (takes_back & step.active)
+                        self._redraw(unchecked, takes_back)
                     unchecked = step
                 if unchecked is not None:
-                    self._redraw(unchecked, self._check(unchecked, last=True))
+                    check = self._begin_check(unchecked, last=True)
+                    self._redraw(unchecked, self._wait(check))
             except GrammarError as raised:
                 self.error = raised
                 assert unchecked is not None
@@ -166,94 +173,121 @@ class CheckedSteps:
 
     @property
     def _going(self) -> Bool[np.ndarray, " B"]:
+        """The lanes that take part in the next step."""
         return (self._taken < self._remaining) & ~self._ended
 
     def _launch(self, number: int, table: Array, takes_back: Bool[np.ndarray, " B"]) -> _Step:
         runner, active = self._runner, self._going
         forced = np.full(len(active), -1, np.int32)
-        for lane, request in self._answers.items():
-            if isinstance(request.matcher, OpeningMatcher) and active[lane]:
-                request.matcher.read()
-                if (only := request.matcher.only) is not None:
+        for lane, matcher in self._openings:
+            if active[lane]:
+                matcher.read()
+                if (only := matcher.only) is not None:
                     forced[lane] = only
         left = np.where(active, self._remaining - self._taken, 0)
         left = left + programs.ENDLESS * self._endless
         control = np.stack([left, forced, takes_back]).astype(np.int32)
         given = table, self._undo, self.newest, control, self._seeds
-        runner.cache, result, newest, source, self._undo, self.tail = programs.step(
-            *runner.cached, *given, runner.traced_policy, self._rule, self._end_tokens
-        )
+        args = *runner.cached, *given, runner.traced_policy, self._rule, self._end_tokens
+        if self._program is None:
+            self._program = programs.step.chosen(*args)
+        runner.cache, result, newest, source, self._undo, self.tail = self._program(*args)
         self.newest = runner.everywhere(newest)
         self.newest.copy_to_host_async()
         result.words.copy_to_host_async()
         self.steps.append(result)
         self._taken = self._taken + active
+        self._read += [(each, active) for each in self._unread]
+        self._unread = []
         self.void.append(np.zeros_like(active))
         return _Step(number, self.newest, source, active, self.void[-1])
 
     def _consume_first(self, tokens: Int[np.ndarray, " B"]) -> None:
         """Consumes the tokens that were drawn before the chunk."""
         ends = np.isin(tokens, self._end_tokens) & ~self._endless
-        self._ended |= ends
-        for lane, matcher in self._matchers(self._taken > 0):
-            if not ends[lane]:
+        self._ended = self._ended | ends
+        for lane, matcher in self._grammars:
+            if self._taken[lane] and not ends[lane]:
                 matcher.consume(int(tokens[lane]))
 
-    def _matchers(self, lanes: Bool[np.ndarray, " B"]) -> Iterator[tuple[int, Matcher]]:
-        """Yields those of some lanes that have a grammar."""
-        for lane, request in self._answers.items():
-            if lanes[lane] and isinstance(request.matcher, Matcher):
-                yield lane, request.matcher
+    def _begin_check(self, step: _Step, *, last: bool = False) -> concurrent.futures.Future:
+        """Begins to check the tokens of a step in a thread, while the next one is launched."""
+        goes_on = np.zeros_like(self._ended) if last else self._going
+        read, self._read = self._read, []
+        return self._thread.submit(self._check, step, self._ended, goes_on, read)
 
-    def _check(self, step: _Step, *, last: bool = False) -> Bool[np.ndarray, " B"]:
-        """Waits for the tokens of a step; returns the lanes whose grammar does not allow theirs.
+    def _wait(self, check: concurrent.futures.Future) -> Bool[np.ndarray, " B"]:
+        """Returns the lanes whose grammar does not allow the token."""
+        while not check.done() and next(self._meanwhile, _DONE) is not _DONE:
+            pass
+        refused, self._ended, self._refused = check.result()
+        return refused
 
-        Other matchers consume their tokens, unless they are the `last` ones: the matcher of a
-        request at rest has not consumed its newest token.
+    def _check(
+        self,
+        step: _Step,
+        ended: Bool[np.ndarray, " B"],
+        goes_on: Bool[np.ndarray, " B"],
+        read: list[tuple[Redrawn, Bool[np.ndarray, " B"]]],
+    ) -> tuple[Bool[np.ndarray, " B"], Bool[np.ndarray, " B"], float]:
+        """Waits for the tokens of a step, and checks them.
+
+        Matchers consume the tokens with which their lanes go on: that of a lane at rest has not
+        consumed the newest one.
+
+        Args:
+          step: the step.
+          ended: lanes whose answer has ended.
+          goes_on: lanes that take part in the step after it.
+          read: tokens that were drawn again before it, with the lanes that took part in it.
+
+        Returns:
+          The lanes whose grammar does not allow the token, `ended`, and the share of refused ones.
 
         Raises:
           GrammarError: a grammar has become too complex.
         """
-        while not step.newest.is_ready() and next(self._meanwhile, _DONE) is not _DONE:
-            pass
         tokens = np.asarray(step.newest)
-        for redrawn in self._unread:
-            self._consume_redrawn(redrawn)
-        self._unread.clear()
-        checked = step.active & ~step.void & ~self._ended
+        for redrawn, active in read:
+            ended = ended | self._consume_redrawn(redrawn, active)
+        checked, refused = step.active & ~step.void & ~ended, np.zeros_like(ended)
         ends = np.isin(tokens, self._end_tokens) & ~self._endless
-        refused, wrong, count = np.zeros_like(checked), [], 0
-        every, is_end = tokens.tolist(), ends.tolist()
-        for lane, matcher in self._matchers(checked):
-            count += 1
-            if is_end[lane]:
-                refused[lane] = not matcher.may_end
-            elif last:
-                refused[lane] = not matcher.allows(every[lane])
-            else:
-                refused[lane] = not matcher.try_consume(every[lane])
-            if matcher.error is not None:
-                wrong.append(lane)
-        self._ended |= checked & ends & ~refused
-        self._refused = refused.sum() / count if count else 0.0
-        if wrong:
-            self._raise(wrong)
-        return refused
+        lanes, every = checked.tolist(), tokens.tolist()
+        is_end, going = ends.tolist(), goes_on.tolist()
+        for lane, matcher in self._grammars:
+            if lanes[lane]:
+                if is_end[lane]:
+                    allowed = matcher.may_end
+                elif going[lane]:
+                    allowed = matcher.try_consume(every[lane])
+                else:
+                    allowed = matcher.allows(every[lane])
+                refused[lane] = not allowed
+        self._raise_errors(np.flatnonzero(refused))
+        count = sum(lanes[lane] for lane, _ in self._grammars)
+        return refused, ended | (checked & ends & ~refused), refused.sum() / max(count, 1)
 
-    def _consume_redrawn(self, redrawn: Redrawn) -> None:
+    def _consume_redrawn(
+        self, redrawn: Redrawn, active: Bool[np.ndarray, " B"]
+    ) -> Bool[np.ndarray, " B"]:
+        """Consumes tokens that were drawn again; returns the lanes that they end."""
+        ended = np.zeros_like(active)
         tokens, _ = redrawn.read()
         for lane, token in zip(redrawn.lanes.tolist(), tokens.tolist(), strict=True):
             if token in self._end_tokens:
-                self._ended[lane] = True
-            else:
+                ended[lane] = True
+            elif active[lane]:
                 self._answers[lane].matcher.consume(token)
+        return ended
 
-    def _raise(self, lanes: list[int]) -> None:
-        error = self._answers[lanes[0]].matcher.error
-        raise GrammarError(
-            f"The grammar of an answer cannot be followed to its end: {error}. Give a simpler one.",
-            (self._answers[lane].index for lane in lanes),
-        )
+    def _raise_errors(self, lanes: Int[np.ndarray, " n"]) -> None:
+        wrong = [self._answers[lane] for lane in lanes.tolist()]
+        if wrong := [each for each in wrong if each.matcher.error is not None]:
+            raise GrammarError(
+                "The grammar of an answer cannot be followed to its end: "
+                f"{wrong[0].matcher.error}. Give a simpler one.",
+                (each.index for each in wrong),
+            )
 
     def _redraw(self, step: _Step, refused: Bool[np.ndarray, " B"]) -> None:
         """Draws the tokens of some lanes again, under masks, into the newest tokens."""
@@ -269,8 +303,7 @@ class CheckedSteps:
         )
         for entry, lane in zip(entries.tolist(), lanes.tolist(), strict=True):
             self._answers[lane].matcher.fill(masks[entry])
-        if wrong := [lane for lane in lanes.tolist() if self._answers[lane].matcher.error]:
-            self._raise(wrong)
+        self._raise_errors(lanes)
         given = self.newest, lane_of, masks, self._seeds, self._rule
         result, newest = programs.redraw(self._outer, step.source, *given)
         self.newest = self._runner.everywhere(newest)

@@ -137,6 +137,11 @@ class Program:
                 return ready(*self._arrays(args))
         return self.jitted(*args)
 
+    def chosen(self, *args: Any) -> Callable:
+        """Returns a function for many calls with arguments of one form, which it does not check."""
+        ready = self._ready.get(self._signature(args)) if self._ready else None
+        return self.jitted if ready is None else lambda *args: ready(*self._arrays(args))
+
     def lower(self, *args: Any) -> Any:
         """Lowers the function for the arguments; see `jax.jit(f).lower`."""
         return self.jitted.lower(*args)

@@ -279,6 +279,24 @@ def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
         assert sent[other.index] == (other.generated, other.text)
 
 
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("tokens", [27, 40])
+def test_lanes_with_void_steps_reach_their_length(tokens, monkeypatch):
+    """A chunk counts all its steps until it is collected, so the next one may plan too few."""
+    monkeypatch.setattr(checked_steps, "MOST_REFUSED", 2)
+    options = dict(max_tokens=64, page_size=16, prefill_chunk=16, num_lanes=4)
+    pairs = Grammar.regex("([ a-z]{1,6}!){200,}")
+    samplings = [Sampling(max_new_tokens=tokens, grammar=pairs, seed=seed) for seed in range(4)]
+    found = []
+    for chunk in (1, 4, 8):
+        requests = requests_of(PROMPTS, samplings)
+        serve_arrivals(Engine(stories(), dms_jax.Vanilla(), chunk=chunk, **options), [requests])
+        found.append([(each.generated, each.finish_reason) for each in requests])
+        assert all(re.fullmatch("([ a-z]{1,6}!)*[ a-z]{0,6}", each.text) for each in requests)
+    assert found[0] == found[1] == found[2]
+    assert {len(generated) for generated, _ in found[0]} == {tokens}
+
+
 # -- refusals ------------------------------------------------------------------------------------
 
 
