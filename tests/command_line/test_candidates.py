@@ -1,11 +1,13 @@
 """`dms-jax evaluate --policies`: which policies run, paired differences, and the report."""
 
 import dataclasses
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import dms_jax
 from dms_jax import assets, terminal
@@ -206,6 +208,15 @@ def test_choices_are_in_percent():
     assert change(half, right) == Measured(-50.0, 50.0)
     shown = table({"a": right, "b": half}, "piqa")
     assert [column.header for column in shown.columns] == ["policy", "right, %", "change", "peak"]
+
+
+def test_table_fits_80_columns(monkeypatch):
+    cells = {"right, %": "100.0 ±10.0", "change": "-100.0 ±10.0", "peak": "12,345.6"}
+    cells |= {"reads": "1,234,567", "ratio": "12.34", "kB": "1,234,567"}
+    monkeypatch.setattr("dms_jax.command_line.candidates._cells", lambda result, first: cells)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table({"StreamingLLM(compression_ratio=4)": None}, "gsm8k"))
+    assert all(cell in console.file.getvalue() for cell in cells.values())
 
 
 @pytest.mark.nightly
