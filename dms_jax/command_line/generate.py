@@ -227,7 +227,7 @@ def main(config: Config) -> Generation:
         dtype=model.dtype,
         pages_dtype=stored.dtype,
     )
-    told = "peak: the most entries in the cache at any time; the same are left at the end."
+    told = "peak: the most entries in the cache at any time; as many are left at the end."
     if len(sizes_to_show(generation)) > 1:
         told = (
             "peak: the most entries in the cache at any time. held: the same, with those of a "
