@@ -67,10 +67,8 @@ class Pool:
         v: Float[Array, "B T K D"],
         *,
         on_host: tuple[Int[Array, ""], Int[Array, "B T"]] | None = None,
-    ) -> tuple["Pool", Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+    ) -> "Pool":
         """Writes keys and values into the rows' slots; negative slots are skipped.
-
-        Returns the pool, and the keys and values as they will be read back.
 
         Args:
           page_table: the pages of the rows.
@@ -81,20 +79,22 @@ class Pool:
         """
         parts = {"k_pages": k, "v_pages": v}
         if self.is_quantized:
-            parts["k_pages"], parts["k_scales"] = stored_k = quantize(k)
-            parts["v_pages"], parts["v_scales"] = stored_v = quantize(v)
-            k = dequantize(*stored_k, k.dtype)
-            v = dequantize(*stored_v, v.dtype)
+            parts["k_pages"], parts["k_scales"] = quantize(k)
+            parts["v_pages"], parts["v_scales"] = quantize(v)
         tail = self.tail
         if on_host is not None:
             assert tail is not None
             tail = tail.append(*on_host, parts.pop("v_pages"), slots)
         elif slots.shape[-1] == 1:
-            return self._store_token(page_table, slots, parts), k, v
+            return self._store_token(page_table, slots, parts)
         written = {
             field: store(getattr(self, field), page_table, slots, x) for field, x in parts.items()
         }
-        return dataclasses.replace(self, tail=tail, **written), k, v
+        return dataclasses.replace(self, tail=tail, **written)
+
+    def as_stored(self, x: Float[Array, "B T K D"]) -> Float[Array, "B T K D"]:
+        """Returns keys or values as they will be read back."""
+        return dequantize(*quantize(x), x.dtype) if self.is_quantized else x
 
     def _store_token(
         self,

@@ -122,7 +122,7 @@ def change(result: Evaluated, first: Evaluated) -> Measured:
 def table(results: Mapping[str, Evaluated], title: str) -> Table:
     """Returns a table with a row for each result, compared with the first."""
     first = next(iter(results.values()))
-    shown = Table(title=title, box=SIMPLE)
+    shown = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("policy", overflow="fold")
     rows = {name: _cells(result, first) for name, result in results.items()}
     for name in rows[next(iter(rows))]:

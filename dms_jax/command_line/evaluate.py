@@ -194,7 +194,7 @@ def compare(config: Config, measure: Measure) -> dict[str, Evaluated]:
             "and --options."
         )
     candidates = read_candidates(config.policies, model=config.model, adapter=config.adapter)
-    console, mesh = Console(width=None if sys.stdout.isatty() else 120), config.make_mesh()
+    console, mesh = Console(), config.make_mesh()
     results: dict[str, Evaluated] = {}
     failed: dict[str, str] = {}
     models: dict[tuple[str, str | None], dms_jax.LanguageModel] = {}

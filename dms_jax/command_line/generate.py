@@ -227,11 +227,11 @@ def main(config: Config) -> Generation:
         dtype=model.dtype,
         pages_dtype=stored.dtype,
     )
-    told = "peak: entries in the cache, at most and at the end."
+    told = "peak: the most entries in the cache at any time; as many are left at the end."
     if len(sizes_to_show(generation)) > 1:
         told = (
-            "peak, live: entries in the cache, at most and at the end; held: at most, with those "
-            "of a prompt that are read before they are dropped."
+            "peak: the most entries in the cache at any time. held: the same, with those of a "
+            "prompt that are read before they are dropped. live: entries left at the end."
         )
     console.print(
         f"KV reads: entries read by the decode steps. {told}\n"

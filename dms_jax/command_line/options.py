@@ -144,7 +144,7 @@ def check_devices(**shards: int) -> None:
     """Raises ConfigError, naming the options, if shards need more devices than there are."""
     given = {f"--{name.replace('_', '-')}": shard for name, shard in shards.items()}
     count = math.prod(check(option, each, Count) for option, each in given.items())
-    if count > jax.device_count():
+    if count > 1 and count > jax.device_count():  # one device: leave jax's backends alone
         asked = " x ".join(f"{option} {each}" for option, each in given.items() if each > 1)
         raise dms_jax.ConfigError(f"{asked} takes {count} devices; there are {jax.device_count()}.")
 
@@ -184,6 +184,13 @@ def on_checkpoint(
     """
     if policy is None or type(policy) is not type(own):
         return policy
+    trained, given = (getattr(each, "window", None) for each in (own, policy))
+    if own.retrofit.needed and "window" in options and trained != given:
+        warnings.warn(
+            f"--options window={given}: the model was trained for window={trained}, and its "
+            f"decisions may not fit another. Leave the option out to run it as trained.",
+            stacklevel=2,
+        )
     return dms_jax.policies.from_dict({**own.to_dict(), **options})
 
 

@@ -11,8 +11,9 @@ generation: the template up to an answer is its prompt.
     # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
 
 **Chunks.** Some tokenizers take more than linear time, so a long text is tokenized in chunks, which
-end at white space if there is any. A chunk is tokenized behind a line break, whose tokens are
-removed, because some tokenizers put a space before a text.
+end at white space if there is any, or else before "<" or "[", where a special token may begin. A
+chunk is tokenized behind a line break, whose tokens are removed, because some tokenizers put a
+space before a text.
 
 **Documents that cannot be encoded.** A chat template may refuse a well-formed conversation, and a
 token may be outside the vocabulary. If a share of the documents may be malformed
@@ -37,6 +38,7 @@ from dms_jax.errors import DataError
 CHUNK = 32_768  # characters
 _LINE = re.compile(r"(?<=\S)\n(?=\S)")
 _WORD = re.compile(r"(?<=\S)(?=[ \n\t])")
+_SPECIAL = re.compile(r"(?=[<\[])")  # special tokens begin so; none is split
 
 Part = tuple[str | np.ndarray, bool]  # a text or token ids; whether it belongs to an answer
 Tokenized = dict[str, np.ndarray]
@@ -292,11 +294,11 @@ def _encode_text(text: str, tokenizer: Any) -> list[int]:
 
 
 def _cut(text: str, start: int) -> int:
-    """Returns the end of the chunk that starts at `start`: a line break or a space, if any."""
+    """Returns the end of the chunk that starts at `start`: a place of a pattern, if any."""
     end = start + CHUNK
     if end >= len(text):
         return len(text)
-    for pattern in (_LINE, _WORD):
+    for pattern in (_LINE, _WORD, _SPECIAL):
         if places := [found.end() for found in pattern.finditer(text, end - CHUNK // 2, end)]:
             return places[-1]
     return end

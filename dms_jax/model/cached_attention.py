@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from dms_jax import sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
+from dms_jax.cache.pool import Pool
 from dms_jax.model.attention import rotate
 from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
 from dms_jax.model.fetching import attend_to_fetched, sinks_of_rows
@@ -146,27 +147,20 @@ def _attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A chunk written to the cache: rotated queries, and keys and values as stored.
-
-    In a step, keys and values exist only in the cache.
-    """
+    """A chunk written to the cache: rotated queries; keys and values exist only in the cache."""
 
     cache: LayerCache
     q: Float[Array, "B T H D"]
     placement: Placement
-    k: Float[Array, "B T K D"] | None = None
-    v: Float[Array, "B T K D"] | None = None
 
 
-def _write(
-    policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None, *, step: bool = False
-) -> _Written:
-    """Merges, places, rotates and stores the keys and values of a chunk, or of a step's token."""
+def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> _Written:
+    """Merges, places, rotates and stores the key and the value of a step's token."""
     with jax.named_scope("cache_write"):
         state, merged = policy.merge(cache.state, chunk)
         state, placement = policy.write(state, chunk)
         pool, tokens = cache.pool, merged.tokens
-        if step and host is None and not pool.is_quantized:
+        if host is None and not pool.is_quantized:
             group = tokens.q.shape[2] // tokens.k.shape[2]
             pool, q = pool.rotate_and_store(
                 chunk.page_table,
@@ -177,13 +171,19 @@ def _write(
                 merged.rotation,
                 zeroed=policy.borrowed(group, tokens.k.shape[-1]),
             )
-            k = v = None
         else:
             q, k = rotate(policy, merged)
-            on_host = None if host is None else (tokens.layer, tokens.positions)
-            pool, k, v = pool.store(chunk.page_table, placement.slots, k, tokens.v, on_host=on_host)
+            pool = _store(pool, chunk, placement, k, tokens, host)
         state = policy.written(state, chunk, placement, pool)
-    return _Written(LayerCache(pool=pool, state=state), q, placement, k, v)
+    return _Written(LayerCache(pool=pool, state=state), q, placement)
+
+
+def _store(
+    pool: Pool, chunk: Chunk, placement: Placement, k: Array, tokens: Tokens, host: HostRows | None
+) -> Pool:
+    """Stores rotated keys and the values of a chunk."""
+    on_host = None if host is None else (tokens.layer, tokens.positions)
+    return pool.store(chunk.page_table, placement.slots, k, tokens.v, on_host=on_host)
 
 
 def _observe(
@@ -205,32 +205,47 @@ def _observe(
 def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """Attends with all queries in one pass, over the earlier tokens and over the chunk."""
     chunk = dataclasses.replace(chunk, static=dataclasses.replace(chunk.static, one_pass=True))
-    written = _write(policy, cache, chunk, host)
+    with jax.named_scope("cache_write"):
+        state, merged = policy.merge(cache.state, chunk)
+        state, placement = policy.write(state, chunk)
+        q, k = rotate(policy, merged)
+        stored_k, stored_v = (cache.pool.as_stored(x) for x in (k, merged.tokens.v))
+
+    def attend(pool: Pool) -> Array:
+        with jax.named_scope("prefill_attention"):
+            k_pages, v_pages, page_table = pool.readable(chunk.page_table, q.dtype, host)
+            return prefill_attention(
+                q,
+                stored_k,
+                stored_v,
+                placement.evicted,
+                chunk.count,
+                k_pages,
+                v_pages,
+                page_table,
+                chunk.lengths,
+                placement.past_until,
+                window=policy.visible_window,
+                scale=chunk.static.scale,
+                sinks=None if chunk.sinks is None else chunk.sinks.reshape(-1),
+                soft_cap=chunk.static.soft_cap,
+            )
+
+    def store(pool: Pool) -> Pool:
+        with jax.named_scope("cache_write"):
+            return _store(pool, chunk, placement, k, merged.tokens, host)
+
     # A prompt that will be cut is appended, so its earlier tokens are still in place, except the
-    # last victim, whose slot the first token may take; it is masked. Reading them before the write
-    # would make the GPU compiler copy the pool in every layer.
-    before = written.cache.pool if policy.shrinks else cache.pool
-    placement, q = written.placement, written.q
-    assert written.k is not None
-    assert written.v is not None
-    with jax.named_scope("prefill_attention"):
-        k_pages, v_pages, page_table = before.readable(chunk.page_table, q.dtype, host)
-        out = prefill_attention(
-            q,
-            written.k,
-            written.v,
-            placement.evicted,
-            chunk.count,
-            k_pages,
-            v_pages,
-            page_table,
-            chunk.lengths,
-            placement.past_until,
-            window=policy.visible_window,
-            scale=chunk.static.scale,
-            sinks=None if chunk.sinks is None else chunk.sinks.reshape(-1),
-            soft_cap=chunk.static.soft_cap,
-        )
+    # last victim, whose slot the first token may take; it is masked. Other policies may reuse the
+    # slots of tokens that the chunk still sees: they are read first.
+    if policy.shrinks:
+        pool = store(cache.pool)
+        out = attend(pool)
+    else:
+        out, cache = _in_order(attend(cache.pool), cache)
+        pool = store(cache.pool)
+    state = policy.written(state, chunk, placement, pool)
+    written = _Written(LayerCache(pool=pool, state=state), q, placement)
     live = jnp.where(chunk.valid, placement.live, 0).sum(1, dtype=jnp.int32)
     lengths = placement.lengths
     cache = _observe(policy, written, chunk, one_query=False)
@@ -244,7 +259,7 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
 
 def _step(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | None) -> Attended:
     """Attends with one token of every sequence. Rows are cut later: see `cutting`."""
-    written = _write(policy, cache, chunk, host, step=True)
+    written = _write(policy, cache, chunk, host)
     cache, q, placement = written.cache, written.q, written.placement
     reading = policy.read(cache.state, q[:, 0], chunk, placement)
     active = chunk.count > 0
@@ -296,6 +311,20 @@ def _in_order(out: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
     """
     out, pool = jax.lax.optimization_barrier((out, cache.pool))
     return out, dataclasses.replace(cache, pool=pool)
+
+
+def _after(out: Array, slots: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
+    """Returns the slots of a write, on a CPU as a function of attention's output.
+
+    XLA's compiler for CPUs copies the whole pool in every layer unless a write depends on all
+    earlier reads, and it drops barriers before it decides.
+    """
+
+    def depending(out, slots):
+        bits = jax.lax.bitcast_convert_type(out.max(), f"uint{8 * out.dtype.itemsize}")
+        return slots + (jax.lax.population_count(bits) >> 8).astype(slots.dtype)  # adds 0
+
+    return jax.lax.platform_dependent(out, slots, cpu=depending, default=lambda _, slots: slots)
 
 
 def in_use(lengths: Int[Array, "*L B K"], count: Int[Array, " B"]) -> Int[Array, "B 1"]:

@@ -162,9 +162,9 @@ class LanguageModel:
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
-                f"This checkpoint was made for {self.policy}: its decisions mean {trained}, and "
-                f"{policy} would read them as {asked}. Run it with its own policy, or change only "
-                "its other settings."
+                f"This checkpoint was trained for {self.policy}, and {policy} would misread its "
+                "decisions. Leave the policy out to run the checkpoint with its own, or give one "
+                "that needs no training, such as TOVA."
             )
         self._check_borrowed_neurons(policy)
         return policy

@@ -409,8 +409,9 @@ def check_adapter(policy: Policy, adapter: AdapterShape | None) -> None:
             f"{LEARN_FIRST}"
         )
     raise ConfigError(
-        f"{policy} reads its decisions from {needed}, and this model has {adapter}, which was made "
-        "for another policy. Run that, or retrofit the model for this one."
+        f"The model's adapter was trained for another policy, and {policy.name} cannot use it. "
+        "Leave the policy out to run the one it was trained for, or give one that needs no "
+        "training, such as TOVA."
     )
 
 

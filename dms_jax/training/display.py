@@ -136,14 +136,17 @@ class Display:
         counted = [each for each in self._last if not each.get("skipped")] or [*self._last]
         main = _mean(each["loss"] - each["compression_loss"] for each in counted)
         passed = duration(time.perf_counter() - self._began)
-        run = (
-            f"{self._total - self._done:,} steps, {self._tokens:,} tokens and {passed}, "
-            f"{self._main} {main:.3g}"
-        )
+        steps = f"{self._total:,} steps"
+        if self._done:
+            steps = f"{self._total - self._done:,} more steps ({self._total:,} in all)"
+        run = f"{steps}, {self._tokens:,} tokens and {passed}, {self._main} {main:.3g}"
         if target is None:
             return f"Trained for {run}."
         reached = _reached(counted, target)
-        line = f"Reached ratio {reached:.2f} of {target:.2f} in {run}."
+        line = (
+            f"Reached ratio {reached:.2f} of {target:.2f} in {run}. Tokens within the "
+            "window do not count, so the cache as a whole can shrink less."
+        )
         if reached >= _REACHED * target:
             return line
         return (

@@ -3,12 +3,8 @@
     python -m experiments.reproduction.claims            # lists the numbers that differ; 1 if any
     python -m experiments.reproduction.claims --write    # corrects them, and draws the pictures
 
-A number on a page has its formula in a comment that Markdown hides:
-
-    loses 1.8 ± 0.8<!--= lost 0.5b nine plain gsm8k --> points
-
-or, on a page that is often read as plain text, in a comment at its end that quotes the words around
-each number, with the formula in its place:
+A comment at the end of a page, which Markdown hides, quotes the words around each number, with its
+formula in its place:
 
     <!-- Formulas of the numbers
     loses {lost 0.5b nine plain gsm8k} points
@@ -70,7 +66,7 @@ PAGES = (
 )
 _SHOWN = r"\*\*[a-z ]+\*\*|[-+]?\d[\d,]*(?:\.\d+)?(?: ± (?:\d+(?:\.\d+)?|unknown))?"
 TAGGED = re.compile(rf"(?P<shown>{_SHOWN})<!--= (?P<formula>.+?) -->")
-QUOTES = "<!-- Formulas of the numbers\n"  # the comment that quotes the words around them
+QUOTES = "<!-- Formulas of the numbers\n"  # the comment at the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,13 +235,9 @@ def inlined(text: str) -> str:
     """Returns a page with the formulas of the comment at its end beside their numbers.
 
     Raises:
-      DataError: a quotation does not occur exactly once, or formulas stand in both forms.
+      DataError: a quotation does not occur exactly once.
     """
     page, comment, quotes = text.partition(QUOTES)
-    if not comment:
-        return text
-    if "<!--= " in text:
-        raise DataError(f"formulas stand beside numbers and below {QUOTES!r}: choose one place.")
     found: dict[int, str] = {}  # end of a number -> its formula
     for quote in quotes.partition("-->")[0].splitlines():
         words = re.split(r"\{(.+?)\}", quote)
@@ -286,8 +278,7 @@ def main(config: Config) -> int:
     differs = 0
     for name in PAGES:
         page = ROOT / name
-        written = page.read_text(encoding="utf-8")
-        text = inlined(written)
+        text = inlined(page.read_text(encoding="utf-8"))
         count, right = formulas(text), recomputed(text)
         wrong = [
             f"  {one.group(0)}  ->  {other.group(0)}"
@@ -298,9 +289,7 @@ def main(config: Config) -> int:
         print(*wrong, sep="\n" if wrong else "", end="\n" if wrong else "")
         differs += len(wrong)
         if config.write and wrong:
-            if QUOTES in written:
-                right = TAGGED.sub(lambda found: found["shown"], right)
-            page.write_text(right, encoding="utf-8")
+            page.write_text(TAGGED.sub(lambda found: found["shown"], right), encoding="utf-8")
     if not config.write:
         return 1 if differs else 0
     for name, picture in PICTURES.items():

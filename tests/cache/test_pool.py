@@ -65,8 +65,8 @@ def test_writing_one_token_equals_writing_a_chunk(dtype):
     # A chunk of two tokens; the second one stores nothing.
     two = [np.concatenate([x, x], 1) for x in (k, v)]
     both = np.concatenate([slots, np.full_like(slots, -1)], -1)
-    want, _, _ = jax.jit(Pool.store)(pool, table, both, *two)
-    got, _, _ = jax.jit(Pool.store)(pool, table, slots, k, v)
+    want = jax.jit(Pool.store)(pool, table, both, *two)
+    got = jax.jit(Pool.store)(pool, table, slots, k, v)
     written = np.asarray(pool.k_pages != got.k_pages).any(-1).sum()
     assert written == 3
     chex.assert_trees_all_equal(got, want)
@@ -93,7 +93,7 @@ def test_fused_rotation_equals_rotating_first(policy, dtype):
     def both():
         turned = policy.clear_borrowed(q, k)
         turned = policy.clear_borrowed(*(apply_rope(x, *rotation) for x in turned))
-        want = pool.store(table, slots, turned[1], v)[0], turned[0]
+        want = pool.store(table, slots, turned[1], v), turned[0]
         zeroed = policy.borrowed(group, head_dim)
         return want, pool.rotate_and_store(table, slots, q, k, v, rotation, zeroed=zeroed)
 

@@ -95,7 +95,8 @@ def test_pool_returns_stored_numbers():
     table = jnp.asarray([[[4, 1, 6]]], jnp.int32)  # the third is no page
     slots = jnp.asarray([[[0, 5, -1]]], jnp.int32)
     k, v = random.normal(size=(2, 1, 3, 1, head_dim)).astype(np.float32)
-    pool, *stored = jax.jit(Pool.store)(pool, table, slots, k, v)
+    stored = [jax.jit(Pool.as_stored)(pool, x) for x in (k, v)]
+    pool = jax.jit(Pool.store)(pool, table, slots, k, v)
     keys, values, rows = jax.jit(Pool.readable, static_argnums=2)(pool, table, jnp.float32)
     for got, given_ in ((keys, k), (values, v)):
         row = np.asarray(got)[np.asarray(rows)[0, 0]].reshape(-1, head_dim)
@@ -105,8 +106,8 @@ def test_pool_returns_stored_numbers():
     same(pool.values(jnp.asarray([1]), jnp.asarray([1]), jnp.float32)[0], values[1, 1])
     # A pool in another dtype keeps numbers as they are and is read without a copy.
     plain = Pool(k_pages=jnp.zeros(shape), v_pages=jnp.zeros(shape))
-    k, v = jnp.asarray(k), jnp.asarray(v)
-    assert plain.store(table, slots, k, v)[1] is k
+    k = jnp.asarray(k)
+    assert plain.as_stored(k) is k
     assert plain.readable(table, jnp.float32)[0] is plain.k_pages
 
 

@@ -1,16 +1,18 @@
 """`dms-jax evaluate --policies`: which policies run, paired differences, and the report."""
 
 import dataclasses
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import dms_jax
 from dms_jax import terminal
 from dms_jax.command_line import evaluate
-from dms_jax.command_line.candidates import NOTE, gave_up, read_candidates
+from dms_jax.command_line.candidates import NOTE, gave_up, read_candidates, table
 
 TEXT = ("max_tokens=24", "window=8")  # three windows
 
@@ -185,3 +187,12 @@ def _perplexity(nats):
         peak=8.0,
         cache_bytes=128.0,
     )
+
+
+def test_table_fits_80_columns(monkeypatch):
+    cells = {"right, %": "100.0 ±10.0", "change": "-100.0 ±10.0", "peak": "12,345.6"}
+    cells |= {"reads": "1,234,567", "ratio": "12.34", "kB": "1,234,567"}
+    monkeypatch.setattr("dms_jax.command_line.candidates._cells", lambda result, first: cells)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table({"StreamingLLM(compression_ratio=4)": None}, "gsm8k"))
+    assert all(cell in console.file.getvalue() for cell in cells.values())

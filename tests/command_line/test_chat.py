@@ -3,9 +3,11 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 
 import dms_jax
+from dms_jax import command_line
 from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import chat
 from dms_jax.generation import Completion
@@ -140,3 +142,9 @@ def test_an_interrupted_turn_is_forgotten(monkeypatch):
     monkeypatch.setattr(dms_jax, "Conversation", Talk)
     assert len(chat.main(QUICK, ["One?", "Two?", "Three?"])) == 2
     assert said == [["One?"], ["One?", SAID, "Two?"], ["One?", SAID, "Three?"]]
+
+
+def test_missing_model_is_told_before_devices_are_looked_for(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "device_count", lambda: pytest.fail("a backend would start"))
+    assert command_line.main(["chat", "--model", "/nope"]) == 2
+    assert capsys.readouterr().err == "CheckpointError: there is no directory or file /nope\n"

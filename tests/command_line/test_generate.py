@@ -138,7 +138,8 @@ def test_policy_options_default_to_the_checkpoints():
     assert read_policy("DMS", ['{"window": 16, "shift": 0}']) == dms_jax.DMS(window=16, shift=0)
     own = dms_jax.DMS(window=16, source="adapter", shift=0)
     assert on_checkpoint(dms_jax.DMS(), {}, own) == own
-    wider = on_checkpoint(dms_jax.DMS(window=32), {"window": 32}, own)
+    with pytest.warns(UserWarning, match=r"window=32: the model was trained for window=16, "):
+        wider = on_checkpoint(dms_jax.DMS(window=32), {"window": 32}, own)
     assert wider == dms_jax.DMS(window=32, source="adapter", shift=0)
     assert on_checkpoint(dms_jax.TOVA(), {}, own) == dms_jax.TOVA()
     assert on_checkpoint(None, {}, own) is None

@@ -175,6 +175,12 @@ def test_long_turns_and_responses_are_tokenized_in_chunks(short_chunks, name, en
     assert own.decode(answers[counts]) == own.decode(own.encode(f"Yes.\n{long}{end[name]}", False))
 
 
+def test_text_without_spaces_keeps_special_tokens_whole(short_chunks):
+    own, text = named("qwen2"), ("a" * 41 + "<|im_end|>") * 30
+    tokens = own.encode(text, add_special_tokens=False)
+    assert encode_document(text, own).tolist()[: len(tokens)] == tokens
+
+
 def test_run_of_one_letter_is_tokenized_in_chunks(encoded_sizes):
     """A megabyte of one letter took minutes as a whole."""
     own = named("stories260k")

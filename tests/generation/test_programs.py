@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 
 import chex
 import jax
@@ -11,6 +12,8 @@ import pytest
 
 import dms_jax
 from dms_jax.generation import Engine, programs
+from dms_jax.generation.precompile import _Calls
+from dms_jax.generation.prefill import Shape
 from dms_jax.generation.programs import Packed
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
@@ -109,3 +112,13 @@ def test_copies_do_not_duplicate_pool(name, optimized):
         own, less = large[key].memory_analysis(), small[key].memory_analysis()
         assert own.alias_size_in_bytes >= four_pools
         assert own.temp_size_in_bytes - less.temp_size_in_bytes < pool / 50
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dms", "snapkv"])
+def test_prompts_do_not_copy_pool(name, optimized):
+    """On a CPU too: otherwise a prompt takes longer the larger the cache is."""
+    del optimized
+    runner = Engine(model_for(name), max_tokens=64, **SHAPE).runner
+    program, given = _Calls(runner, None).extend(Shape(16, 1, None, one_pass=True), pages=4)
+    pool = ",".join(map(str, runner.cache.k_pages.shape))
+    assert not re.findall(rf"\[{pool}\]\S* copy\(", program.lower(*given).compile().as_text())

@@ -39,7 +39,7 @@ PAGE_SIZE, WIDTH, TOKENS = 3, 4, 14
 @functools.partial(jax.jit, static_argnums=0)
 def write_quest(policy: Quest, state: PolicyState, pool: Pool, chunk: Chunk):
     state, placement = policy.write(state, chunk)
-    pool, _, _ = pool.store(chunk.page_table, placement.slots, chunk.tokens.k, chunk.tokens.v)
+    pool = pool.store(chunk.page_table, placement.slots, chunk.tokens.k, chunk.tokens.v)
     return policy.written(state, chunk, placement, pool), pool, placement
 
 

@@ -88,10 +88,15 @@ NAN = float("nan")
         (
             {},
             [record(step, evicted=0.5 + 0.1 * (step % 2)) for step in range(3, 11)],
-            r"Reached ratio 2\.22 of 4\.00 in 8 steps, 32,768 tokens and ",
+            r"Reached ratio 2\.22 of 4\.00 in 8 more steps \(10 in all\), 32,768 tokens and ",
             True,
         ),
-        ({}, [record(evicted=0.749)], r"Reached ratio 3\.98 of 4\.00", False),
+        (
+            {},
+            [record(evicted=0.749)],
+            r"Reached ratio 3\.98 of 4\.00 .* Tokens within the window do",
+            False,
+        ),
         # Steps far below the end of a ramp do not count: 3.85, 3.90 and 3.95 do.
         ({"total": 60}, ramp(*range(3, 61)), r"Reached ratio 3\.90 of 4\.00", False),
         # Skipped steps have no figures.
@@ -101,13 +106,13 @@ NAN = float("nan")
                 *(record(step, evicted=0.75, target_ratio=4.0, skipped=False) for step in (8, 9)),
                 record(10, loss=NAN, evicted=NAN, target_ratio=4.0, skipped=True),
             ],
-            r"Reached ratio 4\.00 of 4\.00 in 8 steps, 12,288 tokens .*, KL 0\.375\.",
+            r"Reached ratio 4\.00 of 4\.00 in 8 more steps \(10 in all\), 12,288 tokens .*0\.375\.",
             False,
         ),
         (
             {"target": None, "main": "language modeling"},
             [record(compression_loss=0.0)],
-            r"Trained for 8 steps, 4,096 tokens and .* seconds, LM 0\.5\.",
+            r"Trained for 8 more steps \(10 in all\), 4,096 tokens and .* seconds, LM 0\.5\.",
             False,
         ),
     ],

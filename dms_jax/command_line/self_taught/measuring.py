@@ -18,6 +18,8 @@ from dms_jax.generation import Sampling, Score
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.training import held_out_loss
 
+BASE = "vanilla"  # the original model
+
 
 class HeldOut:
     """Measures models on the held-out answers, over whole sequences.
@@ -82,9 +84,14 @@ def measure(
     file = folder / f"{name}.json"
     if file.exists():
         return json.loads(read_file("--out", file))
-    print(f"measuring {name}", flush=True)
     sequences = [whole(each).tolist() for each in lessons.held_out]
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
+    system = name if name == BASE else f"ratio {name}"
+    print(
+        f"measuring {system}: compiles and computes losses, which can take minutes, then reads "
+        f"{len(sequences)} sequences through the cache",
+        flush=True,
+    )
     scores: list[Score] = []
     with progress_bar(len(sequences) + 1, title="sequences", shown=True) as tick:
         far = held_out(model)

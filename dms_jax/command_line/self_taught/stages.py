@@ -22,14 +22,12 @@ from dms_jax.command_line.reports import (
 )
 from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
-from dms_jax.command_line.self_taught.measuring import HeldOut, measure
+from dms_jax.command_line.self_taught.measuring import BASE, HeldOut, measure
 from dms_jax.command_line.self_taught.page import write_page
 from dms_jax.command_line.self_taught.questions import read_prompts, read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Documents
 from dms_jax.model.language_model import LanguageModel
-
-BASE = "vanilla"
 
 
 def self_taught(config: SelfTaught) -> dict[str, Any]:
