@@ -33,10 +33,10 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizers: runs of spaces are looked for in text that is not escaped",
-        FOLDER + "sentencepiece.py",
-        "escaped = not model.add_dummy_prefix",
-        "escaped = False",
-        ("tests/checkpoint/test_tokenizer.py::test_ids_are_those_of_the_reference",),
+        FOLDER + "gguf/tokenizer.py",
+        "escaped=not prefixed",
+        "escaped=False",
+        (f"{TOKENIZERS}::test_sentencepiece_ids_are_those_of_the_reference",),
     ),
     Mutant(
         "checkpoints: what reads images is kept beside the language model",
@@ -88,10 +88,10 @@ MUTANTS = [
         ("tests/checkpoint/test_distributed_save.py::test_files_are_assigned_by_size",),
     ),
     Mutant(
-        "tokens: added_tokens.json is not read",
+        "tokens: those of added_tokens_decoder are not added",
         FOLDER + "added_tokens.py",
-        '    if given is None:\n        name = "added_tokens.json"',
-        '    if False:\n        name = "added_tokens.json"',
+        "    _add_numbered(backend, _numbered(config), special)\n",
+        "",
         ("tests/checkpoint/test_layouts.py::test_well_known_layouts",),
     ),
     Mutant(
