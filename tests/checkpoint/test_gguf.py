@@ -215,7 +215,7 @@ def wide(directory: pathlib.Path, family: str, dtype=np.float32) -> pathlib.Path
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     ids = {token: index for index, token in enumerate(VOCABULARY)}
-    merges = [tuple(merge.split()) for merge in MERGES]
+    merges = [(first, second) for first, second in map(str.split, MERGES)]
     backend = Tokenizer(models.BPE(vocab=dict([*ids.items()][:-2]), merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
