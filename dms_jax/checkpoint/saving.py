@@ -62,8 +62,8 @@ def save(
             shared directory, unless there is only one tensor file.
         adapter_only: write only the adapter's tensors, the low-rank updates, the policy and the
             identity of the base, for `load(base, adapter=path)`: a few hundred kilobytes, or
-            megabytes with low-rank updates. The base's files are read again to check that the model
-            still has their weights. If False, low-rank updates are merged into the weights.
+            megabytes with low-rank updates. The other weights must still be those of the model's
+            `source`. If False, low-rank updates are merged into the weights.
         max_shard_bytes: the most bytes of a tensor file. If the model is no larger, the first of
             several processes gathers it and writes that single file, and the others need not see
             the directory.
@@ -71,8 +71,8 @@ def save(
     Raises:
         CheckpointError: the path cannot be written, or contains files that do not belong to a
             checkpoint (such as tensors missing from its index); a tensor contains NaN;
-            `adapter_only` is set and the other weights differ from the model's checkpoint; or one
-            of several processes does not see the directory.
+            `adapter_only` is set and the other weights are not those of a checkpoint; or one of
+            several processes does not see the directory.
         OtherProcessError: another process failed.
         ConfigError: the policy needs an adapter that the model lacks, would use neurons that carry
             decisions, or interprets decisions differently than in training; or the model's family

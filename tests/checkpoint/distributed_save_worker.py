@@ -89,8 +89,8 @@ def main(told: dict[str, Any]) -> None:
         save(tuned, tuned.policy, out / "merged", max_shard_bytes=told["size"])
     with case("adapter"):
         save(tuned, tuned.policy, out / "adapter", adapter_only=True)
-    with case("changed"):  # the base that it is compared with is another one
-        other = dataclasses.replace(tuned, source=told["other"])
+    with case("no base"):
+        other = dataclasses.replace(tuned, source=told["out"])
         save(other, other.policy, out / "adapter", adapter_only=True)
     with case("full"):
         failing = mock.patch.object(tensor_files, "save_file", full_disk)

@@ -75,10 +75,10 @@ MUTANTS = [
     ),
     Mutant(
         "adapter: a base that was trained is not noticed",
-        FOLDER + "adapter_saving.py",
-        "        if changed:\n",
-        "        if False:\n",
-        (f"{ADAPTER}::test_trained_base_is_refused",),
+        "dms_jax/training/trainer.py",
+        'source=None if recipe.trained_for(policy) == "all" else model.source',
+        "source=model.source",
+        (f"{ADAPTER}::test_retrofit_of_frozen_weights_and_of_all",),
     ),
     Mutant(
         "saving: of several processes the first is dealt all files",
