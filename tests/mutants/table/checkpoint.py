@@ -81,13 +81,6 @@ MUTANTS = [
         (f"{ADAPTER}::test_retrofit_of_frozen_weights_and_of_all",),
     ),
     Mutant(
-        "saving: of several processes the first is dealt all files",
-        FOLDER + "shard_plan.py",
-        "        loads[owners[number]] += sizes[number]\n",
-        "",
-        ("tests/checkpoint/test_distributed_save.py::test_files_are_assigned_by_size",),
-    ),
-    Mutant(
         "tokens: those of added_tokens_decoder are not added",
         FOLDER + "added_tokens.py",
         "    _add_numbered(backend, _numbered(config), special)\n",
