@@ -167,11 +167,7 @@ REFUSED = {
         "LlamaForSequenceClassification",
     ),
     "mismatch": ({"architectures": ["Qwen2ForCausalLM"]}, "does not belong"),
-    "latent attention": ({"model_type": "deepseek_v3"}, r"\(MLA\)"),
-    "recurrent layers": ({"model_type": "qwen3_next"}, "recurrent state"),
-    "sparse attention": ({"model_type": "deepseek_v4"}, "sparse attention"),
-    "shared keys": ({"model_type": "gemma4"}, "shares keys and values"),
-    "images": ({"model_type": "qwen2_vl"}, "reads images"),
+    "latent attention": ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported"),
     "linear attention": (
         {"model_type": "olmo3", "layer_types": ["linear_attention", "full_attention"]},
         "Layer 0 has attention of type 'linear_attention'",
