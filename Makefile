@@ -19,7 +19,7 @@ TYPES := --jaxtyping-packages=dms_jax,pallas_kernels,beartype.beartype
 QUICK := tests/oracles tests/cache tests/data/test_sources.py tests/evaluation/test_statistics.py \
   tests/model/test_rope.py tests/policies/test_policies.py $(wildcard tests/test_*.py)
 
-.PHONY: help demo docs notebooks outputs check quick test nightly release mutants wheel \
+.PHONY: help demo docs outputs check quick test nightly release mutants wheel \
   gpu-compiler clients newest lint format lock install clean
 
 help:
@@ -30,7 +30,6 @@ help:
 	@echo "make release  mutants, newest jax, notebooks, documentation, wheel"
 	@echo "make lint     formatting, lint and types"
 	@echo "make format   rewrite the sources in the house format"
-	@echo "make notebooks  write colab/*.ipynb from the scripts beside them"
 	@echo "make outputs  then execute them, on the CPU, and keep what they show (ARGS=quickstart: one)"
 	@echo "make lock     resolve requirements.lock again"
 	@echo "make docs     the documentation, into runs/docs"
@@ -121,10 +120,7 @@ endif
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --config-file experiments/docs/mkdocs.yml
 
-notebooks: $(STAMP)
-	$(RUN) -m jupytext --update --to ipynb --quiet colab/*.py
-
-outputs: notebooks
+outputs: $(STAMP)
 	$(RUN) -m tests.colab.execute $(ARGS)
 
 $(STAMP): requirements.lock pyproject.toml

@@ -135,6 +135,30 @@ def bare_notebook(monkeypatch):
     assert not warned
 
 
+@pytest.fixture
+def fakes():
+    """Replaces programs by fakes, where requests, counts, files and reports are tested."""
+    from tests.support.fake_programs import faked
+
+    with faked():
+        yield
+
+
+@pytest.fixture
+def queues(monkeypatch):
+    """The number of requests in each queue of the engine."""
+    from dms_jax.generation.engine import Engine
+
+    sizes, serve = [], Engine.serve
+
+    def counted(self, source):
+        sizes.append(len(source.requests))
+        return serve(self, source)
+
+    monkeypatch.setattr(Engine, "serve", counted)
+    return sizes
+
+
 @pytest.fixture(autouse=True)
 def few_memory_maps(pytestconfig):
     yield

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 
 import pytest
@@ -162,10 +161,6 @@ REFUSED = {
     "mixture of experts": ({"model_type": "mixtral"}, "'mixtral' is not supported"),
     "experts in a known family": ({"num_local_experts": 8}, "Mixture of experts"),
     "architecture": ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
-    "head of another task": (
-        {"architectures": ["LlamaForSequenceClassification"]},
-        "LlamaForSequenceClassification",
-    ),
     "mismatch": ({"architectures": ["Qwen2ForCausalLM"]}, "does not belong"),
     "latent attention": ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported"),
     "linear attention": (
@@ -190,10 +185,6 @@ REFUSED = {
         "'su'",
     ),
     "Phi's yarn": ({"model_type": "phi3", "rope_scaling": YARN}, "'longrope'"),
-    "window of layers of SmolLM3": (
-        {"model_type": "smollm3", "layer_types": ["full_attention", "sliding_attention"]},
-        "Layer 1",
-    ),
     "no family": ({"model_type": None}, "neither model_type nor architectures"),
     "window of Qwen": (
         {
@@ -204,10 +195,8 @@ REFUSED = {
         },
         "Sliding-window",
     ),
-    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "Layer 1"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-    "longrope": ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
     "mrope": ({"rope_scaling": {"mrope_section": [1, 1]}}, "mrope_section"),
     "rope by layer": (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -233,23 +222,14 @@ def test_unsupported_models_are_refused_by_name(case):
 MALFORMED = {
     "missing": {"hidden_size": None},
     "text for a number": {"vocab_size": "many"},
-    "fraction": {"num_hidden_layers": 2.5},
-    "boolean": {"num_attention_heads": True},
-    "negative": {"intermediate_size": -20},
-    "zero": {"num_key_value_heads": 0},
     "huge": {"num_hidden_layers": 10**9},
-    "beyond printing": {"vocab_size": 10**5000},
     "heads do not divide": {"num_key_value_heads": 3},
     "odd head": {"head_dim": 3},
     "width does not divide": {"hidden_size": 18},
-    "epsilon": {"rms_norm_eps": 0},
-    "not a number": {"rms_norm_eps": math.nan},
-    "infinite base": {"rope_theta": math.inf},
     "base of one": {"rope_theta": 1.0},
     "flag": {"tie_word_embeddings": "yes"},
     "rope is a list": {"rope_scaling": [1]},
     "no factor": {"rope_scaling": {"rope_type": "linear"}},
-    "factor of zero": {"rope_scaling": {"rope_type": "linear", "factor": 0}},
     "frequencies crossed": {
         "rope_scaling": {
             "rope_type": "llama3",
@@ -260,7 +240,6 @@ MALFORMED = {
     },
     "rope kind is a list": {"rope_scaling": {"rope_type": ["yarn"]}},
     "architectures is a text": {"architectures": "LlamaForCausalLM"},
-    "model type is a list": {"model_type": ["llama"]},
     "layer types is a text": {"layer_types": "full"},
     "long garbage": {"hidden_act": "x" * 10_000_000},
 }

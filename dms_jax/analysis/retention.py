@@ -1,10 +1,9 @@
-"""Which tokens each head keeps, evicts, merges and reads, and when, for every policy.
+"""Which tokens each head keeps, and until when, for every policy.
 
 Sequences go token by token through the paged cache, prompts as prompts and the rest as an answer,
-under a recorded policy (`recording`). Everything else follows from two arrays:
+under a recorded policy (`recording`).
 
     gone[l, b, k, j]    position of the first query that no longer sees token j
-    reads[l, b, k, j]   how often a query head read j's value in a decode step
 
     window 1, and tokens 0 and 2 are evicted when they leave it:
     # tokens: 0 1 2 3 4   gone: [2, NEVER, 4, NEVER, NEVER]
@@ -16,9 +15,9 @@ that merge, "gone" means that the next token took its slot, which holds the mean
 import dataclasses
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
-from dms_jax.analysis.recording import Recording, selects
+from dms_jax.analysis.recording import Recording
 from dms_jax.checks import Count, check, require
 from dms_jax.errors import DataError
 from dms_jax.generation import Engine
@@ -26,8 +25,6 @@ from dms_jax.generation.prefill import PrefillBatch, Shape
 from dms_jax.generation.runner import Runner
 from dms_jax.model.language_model import LanguageModel, check_tokens, whole_numbers
 from dms_jax.policies import Policy
-from dms_jax.policies.merging import Merging
-from dms_jax.policies.selective import SelectiveReading
 from dms_jax.policies.values import FOREVER
 
 NEVER = FOREVER  # later than any query
@@ -42,36 +39,17 @@ class Retention:
       tokens: the token ids.
       prompt_lengths: number of prompt tokens of each sequence.
       gone: position of the first query that does not see the token; NEVER for those in the cache.
-      reads: number of times a query head read the token's value after the prompt; None if the
-        policy reads everything that it holds.
-      num_query_heads: query heads per KV head (G).
     """
 
     policy: Policy
     tokens: Int[np.ndarray, "B T"]
     prompt_lengths: Int[np.ndarray, " B"]
     gone: Int[np.ndarray, "L B K T"]
-    reads: Int[np.ndarray, "L B K T"] | None
-    num_query_heads: int
 
     @property
     def length(self) -> int:
         """T, the number of tokens of each sequence."""
         return self.gone.shape[-1]
-
-    @property
-    def merges(self) -> bool:
-        """Whether evicted tokens are part of the mean in a later token's slot."""
-        policy = self.policy.over if isinstance(self.policy, SelectiveReading) else self.policy
-        return isinstance(policy, Merging)
-
-    def lifetimes(self) -> Int[np.ndarray, "L B K T"]:
-        """Returns the number of queries that saw each token, its own included."""
-        return np.minimum(self.gone, self.length) - np.arange(self.length)
-
-    def seen_by(self, query: int) -> Bool[np.ndarray, "L B K T"]:
-        """Returns the tokens that the query at this position saw (the cache's content then)."""
-        return (self.gone > query) & (np.arange(self.length) <= query)
 
     def live(self) -> Int[np.ndarray, "L B K T"]:
         """Returns the number of slots of each row in use while each token attended."""
@@ -79,18 +57,6 @@ class Retention:
         rows = np.indices(self.gone.shape)[:-1]
         np.add.at(left, (*rows, np.minimum(self.gone, self.length)), 1)
         return np.arange(1, self.length + 1) - np.cumsum(left, -1)[..., : self.length]
-
-    def read_shares(self) -> Float[np.ndarray, "L B K T"]:
-        """Returns each token's reads as a share of its possible reads.
-
-        Possible reads are the decode steps after the prompt with the token in the cache, times the
-        query heads of the group. NaN for tokens gone before, or without such steps.
-        """
-        first = np.maximum(np.arange(self.length), self.prompt_lengths[:, None])[None, :, None]
-        steps = np.maximum(np.minimum(self.gone, self.length) - first, 0)
-        reads = steps * self.num_query_heads if self.reads is None else self.reads
-        with np.errstate(invalid="ignore"):
-            return np.where(steps > 0, reads / (steps * self.num_query_heads), np.nan)
 
 
 def retention(
@@ -101,7 +67,7 @@ def retention(
     prompt_lengths: Int[np.ndarray, " B"] | None = None,
     page_size: int = 16,
 ) -> Retention:
-    """Runs sequences through the cache and returns the tokens that each head kept and read.
+    """Runs sequences through the cache and returns the tokens that each head kept.
 
     Args:
       model: the model.
@@ -109,7 +75,7 @@ def retention(
       policy: the policy; the checkpoint's if None.
       prompt_lengths: number of tokens that run as a prompt, for policies that treat prompts
         differently; 0 if None. A budget given as a `compression_ratio` is a share of the tokens.
-      page_size: slots per page; affects the reads of Quest.
+      page_size: slots per page.
 
     Raises:
       ConfigError: the policy or the page size does not fit, or the model is on a mesh.
@@ -138,35 +104,26 @@ def retention(
         )
     page_size = check("retention: page_size", page_size, Count)
     policy = model.resolve_policy(policy)
-    recorder = Recording(policy, length, selects(policy))
     engine = Engine(
         dataclasses.replace(model, policy=policy),  # checked above
-        recorder,
+        Recording(policy, length),
         num_lanes=batch,
         max_tokens=length,
         page_size=page_size,
         table_width=-(-length // page_size),
     )
     with engine.runner.working():
-        gone, reads = _run(engine.runner, tokens, prompts)
-    return Retention(
-        policy=policy,
-        tokens=tokens,
-        prompt_lengths=prompts,
-        gone=gone,
-        reads=reads if recorder.selects else None,
-        num_query_heads=model.config.group_size,
-    )
+        gone = _run(engine.runner, tokens, prompts)
+    return Retention(policy=policy, tokens=tokens, prompt_lengths=prompts, gone=gone)
 
 
 def _run(
     runner: Runner, tokens: Int[np.ndarray, "B T"], prompts: Int[np.ndarray, " B"]
-) -> tuple[Int[np.ndarray, "L B K T"], Int[np.ndarray, "L B K T"]]:
-    """Feeds the tokens one by one, and returns `Retention.gone` and `Retention.reads`."""
+) -> Int[np.ndarray, "L B K T"]:
+    """Feeds the tokens one by one, and returns `Retention.gone`."""
     batch, length = map(int, tokens.shape)
     rows = runner.reservation.lengths.shape
     gone = np.full((*rows, length), NEVER)
-    reads = np.zeros((*rows, length), int)
     before = np.zeros((*rows, length), bool)
     runner.set_max_lengths(dict.fromkeys(range(batch), length))
     for position in range(length):
@@ -183,14 +140,12 @@ def _run(
             shape = Shape(width=1, entries=batch, places=None, one_pass=prompt)
             ends = [lane for lane in lanes if prompt and position + 1 == prompts[lane]]
             runner.extend(PrefillBatch(part, shape, prompt, ends))
-            if not prompt and runner.cache.row_state.readers is not None:
-                reads[:, lanes] += np.asarray(runner.cache.row_state.readers)[:, lanes]
         runner.reservation.trim()
         seen = np.asarray(runner.cache.row_state.seen)
         gone[before & ~seen] = position
         before = seen
     gone[before & ~_held(runner, length)] = length
-    return gone, reads
+    return gone
 
 
 def _held(runner: Runner, length: int) -> Bool[np.ndarray, "L B K T"]:

@@ -16,7 +16,6 @@ from dms_jax import assets
 from dms_jax.command_line.options import on_checkpoint, read_options
 from dms_jax.devices import out_of_memory
 from dms_jax.evaluation import (
-    ChoiceResult,
     Measured,
     Perplexity,
     Result,
@@ -25,7 +24,7 @@ from dms_jax.evaluation import (
 )
 from dms_jax.policies import Policy
 
-Evaluated = Result | ChoiceResult | Perplexity
+Evaluated = Result | Perplexity
 
 # A policy that fails with one of these is reported, and the others still run.
 FAILURES = (dms_jax.DmsJaxError, jax.errors.JaxRuntimeError, NotImplementedError)
@@ -110,10 +109,7 @@ def observed(result: Evaluated) -> tuple[Measured, Float[np.ndarray, " observati
     """
     if isinstance(result, Perplexity):
         return result.loss, result.window_nats
-    if isinstance(result, Result):
-        scores = 100 * result.scores.mean(1)
-    else:
-        scores = 100.0 * (result.chosen == result.gold)
+    scores = 100 * result.scores.mean(1)
     return mean_over_problems(scores[:, None]), scores
 
 
@@ -151,15 +147,13 @@ def _cells(result: Evaluated, first: Evaluated) -> dict[str, str]:
             "reads/token": f"{reads:,.1f}",
             "kB": f"{size / 1e3:,.0f}",
         }
-    elif isinstance(result, Result):
+    else:
         cells |= {
             "peak": f"{result.peak_per_problem:,.0f}",
             "reads": f"{result.reads_per_problem:,.0f}",
             "ratio": f"{result.compression_ratio:.2f}",
             "kB": f"{result.cache_bytes.mean() / 1e3:,.0f}",
         }
-    else:
-        cells["peak"] = f"{result.peak.mean():,.0f}"
     return cells
 
 

@@ -5,8 +5,6 @@ r"""Let a model answer the problems of a task from a small cache, and score the 
         --task-options size=600 --policy TOVA --options budget=128
 
     dms-jax evaluate --task gsm8k --task-options path=gsm8k/test.jsonl --chat
-    dms-jax evaluate --task mmlu --task-options path=mmlu/test few_shot=5 \
-        examples=mmlu/dev --problems 200
 
     dms-jax evaluate --model path/to/model --task humaneval --allow-code \
         --chat --chains 10 --task-options path=HumanEval.jsonl.gz
@@ -32,7 +30,7 @@ import dataclasses
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from rich.console import Console
@@ -50,12 +48,10 @@ from dms_jax.command_line.candidates import (
     show,
 )
 from dms_jax.command_line.options import (
-    CHOICES,
     Devices,
     check_names,
     load_model,
     read_chat,
-    read_choices,
     read_files,
     read_options,
     read_policy,
@@ -68,13 +64,10 @@ from dms_jax.data.tasks import Split
 from dms_jax.evaluation import (
     SAMPLING,
     Chat,
-    ChoiceResult,
     Perplexity,
     Result,
     Serving,
     evaluate,
-    evaluate_choices,
-    percent,
     perplexity,
     summary_table,
 )
@@ -82,6 +75,8 @@ from dms_jax.evaluation import (
 SERVING = Serving()
 CALL = {name: each.default for name, each in inspect.signature(evaluate).parameters.items()}
 TEXT = "text"
+# Options that the text has no use for.
+_OF_PROBLEMS = "problems chat system template chains temperature top_p max_new_tokens answers"
 _TEXT_OPTIONS = ("path", "window", "max_tokens")
 _TEXT_LANES = 64  # windows at a time; all of them fit into the cache
 
@@ -100,15 +95,14 @@ class Config(Devices):
     task: str = "reasoning"
     """Generated: linear, arithmetic, words, needle, tracking, or reasoning (the first three in
     turn). ruler: all tasks of RULER whose data is given, or the one named by task=. From a file,
-    answered in text: gsm8k, math500, aime, gpqa, mathematics; by programs: humaneval,
-    livecodebench; by likelihood: mmlu, arc, hellaswag, piqa, winogrande, boolq. text: the loss on a
-    text, predicted token by token from the cache."""
+    answered in text: gsm8k, math500, aime, gpqa, mathematics; by programs: humaneval.
+    text: the loss on a text, predicted token by token from the cache."""
     task_options: tuple[str, ...] = ()
     """Options of the task, as name=value or as one JSON object: difficulty and length of generated
     tasks; path=, few_shot= and examples= of tasks on files; length=, squad=, hotpotqa=, essays= and
     words= of ruler; path= (default TinyStories), window= and max_tokens= of text."""
     allow_code: bool = False
-    """Judge programs by running them, in a sandbox; humaneval and livecodebench need it."""
+    """Judge programs by running them, in a sandbox; humaneval needs it."""
     chat: bool = False
     """Ask through the model's chat template; thoughts before the answer are not judged."""
     system: str | None = None
@@ -257,34 +251,18 @@ def read_task(config: Config) -> Measure:
     check("--chains", config.chains, Count)
     check("--seed", config.seed, Whole)
     serving = Serving(lanes=config.lanes, page_size=config.page_size)
-    if config.task not in CHOICES and config.task != TEXT:
-        return answered(config, serving)
-    words = ("chat", "chains", "temperature", "top_p", "max_new_tokens", "answers")
-    refuse(config, words, "tasks that are answered in words")
-    config.make_chat()
-    if config.task == TEXT:
-        return predicted(config, serving)
-    choices = read_choices(config.task, config.task_options)
-    read_files([choices], config.problems)
-
-    def measure(
-        model: dms_jax.LanguageModel, candidate: Candidate, answers: pathlib.Path | None
-    ) -> Evaluated:
-        return evaluate_choices(
-            model,
-            choices,
-            policy=candidate.policy_for(model),
-            problems=config.problems,
-            serving=dataclasses.replace(serving, kv_dtype=candidate.kv_dtype),
-            progress=True,
-        )
-
-    return measure
+    return (predicted if config.task == TEXT else answered)(config, serving)
 
 
 def predicted(config: Config, serving: Serving) -> Measure:
     """Returns a function that measures the loss of a model on a text."""
-    refuse(config, ("problems",), "tasks that have problems")
+    defaults = Config()
+    for name in _OF_PROBLEMS.split():
+        if getattr(config, name) != getattr(defaults, name):
+            raise dms_jax.ConfigError(
+                f"--{name.replace('_', '-')} is for tasks that have problems; {TEXT} is predicted "
+                "token by token."
+            )
     fields = read_options(config.task_options, "--task-options")
     check_names("--task-options", fields, _TEXT_OPTIONS)
     path = fields.pop("path", assets.path("tinystories") / "valid.txt")
@@ -315,7 +293,7 @@ def answered(config: Config, serving: Serving) -> Measure:
         config.task,
         config.task_options,
         allow_code=config.allow_code,
-        others=(*CHOICES, TEXT),
+        others=(TEXT,),
     )
     read_files(tasks, config.problems)
 
@@ -340,23 +318,11 @@ def answered(config: Config, serving: Serving) -> Measure:
     return measure
 
 
-def refuse(config: Config, names: Sequence[str], those: str) -> None:
-    """Raises ConfigError if an option is given that does not apply to this task."""
-    defaults = Config()
-    how = "predicted token by token" if config.task == TEXT else "answered by likelihood"
-    for name in names:
-        if getattr(config, name) != getattr(defaults, name):
-            raise dms_jax.ConfigError(
-                f"--{name.replace('_', '-')} is for {those}; {config.task} is {how}."
-            )
-
-
 def data(config: Config, result: Evaluated) -> dict[str, Any]:
     """Returns the JSON data of a result for --out."""
-    match result:
-        case Result():
-            return result.to_dict(problems=bool(config.policies), samples=config.samples)
-    return result.to_dict()
+    if isinstance(result, Perplexity):
+        return result.to_dict()
+    return result.to_dict(problems=bool(config.policies), samples=config.samples)
 
 
 def describe(config: Config, result: Evaluated) -> None:
@@ -370,13 +336,6 @@ def describe(config: Config, result: Evaluated) -> None:
                 f"perplexity {found['perplexity']:.3f}, peak {found['peak']:,.1f} tokens\n"
                 f"{name}: {found['reads']:,.1f} entries read a token, averages over layers and "
                 "heads.\n± one standard error over windows."
-            )
-        case ChoiceResult():
-            print(
-                f"{config.task}, {found['questions']} questions: acc {percent(found['acc'])}, "
-                f"acc_norm {percent(found['acc_norm'])}, peak {found['peak']:,.1f} tokens\n"
-                f"{name}: {result.seconds:.1f} s with compilation. In percent, "
-                "± one standard error."
             )
         case Result():
             rows = [{"label": config.task, **found}]

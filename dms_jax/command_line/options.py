@@ -22,24 +22,15 @@ from dms_jax.evaluation import Chat
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import (
     AIME,
-    ARC,
     GPQA,
     GSM8K,
     MATH500,
-    MMLU,
-    PIQA,
     RULER,
-    BoolQ,
-    ChoiceTask,
-    HellaSwag,
     HumanEval,
-    LiveCodeBench,
     Mathematics,
-    WinoGrande,
     ruler_tasks,
 )
-from dms_jax.evaluation.tasks.code import CodeTask
-from dms_jax.evaluation.tasks.files import FromFile
+from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.training.display import short_of_target
 
 SHIPPED = ("stories260k", "reasoner-11m")
@@ -48,11 +39,7 @@ TASKS: dict[str, tuple[type[Task], ...]] = {
     task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
-TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics)}
-TASKS |= {task.name: (task,) for task in (HumanEval, LiveCodeBench)}
-CHOICES: dict[str, type[ChoiceTask]] = {
-    task.name: task for task in (MMLU, ARC, HellaSwag, PIQA, WinoGrande, BoolQ)
-}
+TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics, HumanEval)}
 
 
 def find_model(name: str) -> str | pathlib.Path:
@@ -252,18 +239,19 @@ def read_tasks(
     unknown = fields.keys() - set().union(*known.values())
     if unknown:
         raise dms_jax.ConfigError(f"--task {name} has no option {', '.join(sorted(unknown))}.")
-    _check_path(name, TASKS[name][0], fields)
-    if issubclass(TASKS[name][0], CodeTask):
-        fields["sandbox"] = _sandbox(name, fields, allow_code)
-        known[TASKS[name][0]].add("sandbox")
+    if issubclass(TASKS[name][0], FileTask) and "path" not in fields:
+        raise dms_jax.ConfigError(f"--task {name} reads a file: --task-options path=FILE.")
+    if name == HumanEval.name:
+        fields["sandbox"] = _sandbox(fields, allow_code)
+        known[HumanEval].add("sandbox")
     return [task(**{key: fields[key] for key in keys}) for task, keys in known.items()]
 
 
-def _sandbox(name: str, fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
+def _sandbox(fields: Mapping[str, Any], allow_code: bool) -> Sandbox:
     """Returns the sandbox of a programming task, with the limits of `sandbox=`."""
     if not allow_code:
         raise dms_jax.ConfigError(
-            f"--task {name} judges answers by running them: code that a model wrote would run on "
+            "--task humaneval judges answers by running them: code that a model wrote would run on "
             "this machine. Allow it, in a sandbox, with --allow-code."
         )
     limits = fields.get("sandbox", {})
@@ -283,28 +271,15 @@ def _ruler(fields: dict[str, Any]) -> Sequence[Task]:
     return ruler_tasks(**fields)
 
 
-def read_files(tasks: Sequence[Task | ChoiceTask], problems: int | None) -> None:
+def read_files(tasks: Sequence[Task], problems: int | None) -> None:
     """Reads the files of tasks, so that their errors come before a long load.
 
     Raises:
       DataError: a file is missing or malformed, or holds fewer problems.
     """
     for task in tasks:
-        if isinstance(task, FromFile):
-            task.example_records(task.record((problems or 1) - 1))
-
-
-def read_choices(name: str, options: Sequence[str]) -> ChoiceTask:
-    """Returns a task that is answered by likelihood."""
-    fields = read_options(options, "--task-options")
-    _check_path(name, CHOICES[name], fields)
-    return CHOICES[name](**fields)
-
-
-def _check_path(name: str, task: type, fields: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a task that reads a file has no `path=`."""
-    if issubclass(task, FromFile) and "path" not in fields:
-        raise dms_jax.ConfigError(f"--task {name} reads a file: --task-options path=FILE.")
+        if isinstance(task, FileTask):
+            task.problem("test", (problems or 1) - 1)
 
 
 def read_options(options: Sequence[str], named: str = "--options") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dms_jax.errors import DmsJaxError
 # something else.
 _OWNERS = (
     *("", "Sampling", "EngineOptions", "Serving", "Recipe", "Stage", "LowRank", "RunOptions"),
-    *("recipes", "dms_self_taught", "evaluate", "evaluate_choices", "hyperscale", "plan"),
+    *("recipes", "dms_self_taught", "evaluate", "hyperscale", "plan"),
 )
 _ARGUMENTS = {"memory_gb": "memory"}  # option -> an argument with another name
 _NAMED = re.compile(r"`(\w+)(?:=([^`]+))?`")

@@ -6,8 +6,7 @@ from dms_jax.evaluation.evaluating import SAMPLING, evaluate
 from dms_jax.evaluation.hyperscaling import System, hyperscale
 from dms_jax.evaluation.hyperscaling_result import AXES, Axis, Hyperscaling, Point
 from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
-from dms_jax.evaluation.multiple_choice import ChoiceResult, evaluate_choices
-from dms_jax.evaluation.pareto import Level, at_budget, average_gain, frontier, gain_at
+from dms_jax.evaluation.pareto import average_gain, frontier
 from dms_jax.evaluation.perplexity import Perplexity, perplexity
 from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, percent, summary_table
@@ -27,9 +26,7 @@ __all__ = [
     "SAMPLING",
     "Axis",
     "Chat",
-    "ChoiceResult",
     "Hyperscaling",
-    "Level",
     "Likelihood",
     "Measured",
     "Method",
@@ -39,14 +36,11 @@ __all__ = [
     "Serving",
     "System",
     "Trial",
-    "at_budget",
     "average_gain",
     "difference",
     "encode_pair",
     "evaluate",
-    "evaluate_choices",
     "frontier",
-    "gain_at",
     "hyperscale",
     "likeliest",
     "likelihoods",

@@ -1,12 +1,8 @@
-r"""The program of a confined process: lock itself in, irreversibly, then run one source.
+"""The program of a confined process: lock itself in, irreversibly, then run one source.
 
 `sandbox.py` starts it without site-packages, so it imports only the standard library. The job is
-JSON in an inherited file, which is closed before the source runs: the source, the limits, the exit
-status if a mechanism is missing (standard output names it), and `call`:
-
-    null              run the source as a script
-    ["f", [1, 2]]     run it as a module, call f(1, 2), or the method f of its class `Solution`, and
-                      write the result to standard output as JSON; what the source prints is lost
+JSON on standard input: the source, the limits, the exit status of a source that ran to its end, and
+the one if a mechanism is missing (standard output names it). What the source prints is lost.
 
 The allow list has the system calls that computing in Python needs. All others, also those of future
 kernels, fail with EPERM: processes, sockets, signals to others, debugging, changes of files, modes,
@@ -94,15 +90,14 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
 
-def main(job_file: int, parent: int) -> None:
+def main() -> None:
     """Confines the process and runs the job."""
-    with open(job_file, encoding="utf-8") as file:
-        job = json.load(file)
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    job = json.load(sys.stdin)
+    nothing = os.open(os.devnull, os.O_RDWR)
     missing = []
     for name, lock in (
         ("limits of processes", lambda: _limit(job["limits"])),
-        ("Landlock (Linux 5.13 or later)", lambda: _restrict_files(parent)),
+        ("Landlock (Linux 5.13 or later)", lambda: _restrict_files(job["parent"])),
         ("seccomp filters (Linux on x86-64 or aarch64)", _restrict_calls),
     ):
         try:
@@ -112,38 +107,18 @@ def main(job_file: int, parent: int) -> None:
     if missing and not job["weaker"]:
         print("; ".join(missing))
         sys.exit(job["unconfined"])
+    for standard in (0, 1):
+        os.dup2(nothing, standard)
     os.environ.clear()
     sys.set_int_max_str_digits(0)
     random.seed(0)  # for reproducible verdicts
     # `site`, which defines them, is not loaded
     builtins.exit = builtins.quit = sys.exit  # pyright: ignore
-    if job["call"] is None:
-        _run(job["source"], "__main__")
-    else:
-        _call(job["source"], nothing, *job["call"])
-
-
-def _run(source: str, name: str) -> dict[str, Any]:
-    """Runs source as a module of this name; returns its namespace."""
-    module = types.ModuleType(name)
-    sys.modules[name] = module
+    module = types.ModuleType("answer")
+    sys.modules["answer"] = module
     sys.argv[:] = ["answer.py"]
-    exec(compile(source, "answer.py", "exec"), module.__dict__)
-    return module.__dict__
-
-
-def _call(source: str, nothing: int, name: str, arguments: list[Any]) -> None:
-    """Writes the result of a function of the source, and ends the process."""
-    results = os.dup(1)
-    os.dup2(nothing, 1)
-    names = _run(source, "answer")
-    # Try the method first: names that contest sites import may hide it (`count` of itertools).
-    owner: Any = names.get("Solution")
-    function = getattr(owner(), name) if hasattr(owner, name) else names[name]
-    result = json.dumps(function(*arguments)).encode()
-    with open(results, "wb") as file:
-        file.write(result)
-    os._exit(0)  # threads of the source may still run
+    exec(compile(job["source"], "answer.py", "exec"), module.__dict__)
+    os._exit(job["done"])  # threads of the source may still run
 
 
 def _limit(limits: dict[str, int]) -> None:
@@ -275,4 +250,4 @@ def _checked(result: int) -> int:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main()

@@ -23,7 +23,7 @@ from rich.table import Table
 from dms_jax.checks import check, require
 from dms_jax.evaluation.aggregation import METHODS, Method
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
-from dms_jax.evaluation.pareto import Level, frontier
+from dms_jax.evaluation.pareto import frontier
 from dms_jax.evaluation.result import percent
 from dms_jax.evaluation.statistics import Measured, mean_over_seeds
 
@@ -89,10 +89,6 @@ class Point:
     def budget(self, axis: Axis) -> float:
         """Mean tokens of a problem."""
         return float(getattr(self, axis).mean())
-
-    def level(self, axis: Axis, method: Method) -> Level:
-        """The point as a `Level` for `gain_at`."""
-        return Level(self.budget(axis), self.scores[method])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as JSON data."""

@@ -23,7 +23,6 @@ from dms_jax.evaluation.prompting import (
     limit_answer,
     prompt_text,
 )
-from dms_jax.evaluation.tasks.choices import ChoiceTask
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation import Sampling
@@ -77,11 +76,6 @@ class Questions:
           DataError: there are too few problems, or no tokenizer to count tokens.
         """
         tasks = tuple(task) if isinstance(task, Iterable) else (task,)
-        if chosen := [each.name for each in tasks if isinstance(each, ChoiceTask)]:
-            raise ConfigError(
-                f"{what} wants tasks that are answered in words; {', '.join(chosen)} is answered "
-                "by likelihood. Give it to dms_jax.evaluation.evaluate_choices."
-            )
         if not tasks or not all(isinstance(each, Task) for each in tasks):
             raise ConfigError(
                 f"{what} wants a task of dms_jax.data.tasks, or several, got {task!r}."

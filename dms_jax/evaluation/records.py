@@ -11,7 +11,7 @@ import csv
 import dataclasses
 import io
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dms_jax.checks import is_whole, show
@@ -26,12 +26,10 @@ class Record:
     Attributes:
       fields: name -> value.
       where: file and line, for messages.
-      file: the name of the file without its suffix.
     """
 
     fields: Mapping[str, Any]
     where: str
-    file: str
 
     def error(self, message: str) -> DataError:
         """Returns an error that names the file and the line of the record."""
@@ -63,52 +61,12 @@ class Record:
             raise self.error(f'"{names[0]}" must be a text, got {show(value)}.')
         return value
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """A field with a list of two or more texts.
 
-        Raises:
-          DataError: it is anything else.
-        """
-        value = self.value(name)
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Sequence)
-            or len(value) < 2
-            or not all(isinstance(each, str) and each.strip() for each in value)
-        ):
-            raise self.error(f'"{name}" must be a list of texts, got {show(value)}.')
-        return tuple(value)
-
-    def index(self, *names: str, below: int, first: int = 0) -> int:
-        """A field with the index of the right option, counted from 0.
-
-        Args:
-          names: possible names of the field; the first present one counts.
-          below: number of options.
-          first: the file's number of the first option.
-
-        Raises:
-          DataError: the value is no valid index.
-        """
-        value = self.value(*names)
-        if isinstance(value, str) and value.strip().isdecimal():
-            value = int(value)
-        if not (is_whole(value) or isinstance(value, bool)) or not first <= value < first + below:
-            raise self.error(
-                f'"{names[0]}" must be a number from {first} to {first + below - 1}, got '
-                f"{show(value)}."
-            )
-        return int(value) - first
-
-
-def read_records(
-    path: str | pathlib.Path, *, columns: Sequence[str] | None = None
-) -> tuple[Record, ...]:
+def read_records(path: str | pathlib.Path) -> tuple[Record, ...]:
     """Reads all records of a file, or of the files of a folder.
 
     Args:
-      path: `.jsonl`, `.json` (a list, or JSON lines), `.csv`, `.parquet` or `.arrow`.
-      columns: names of the fields of CSV files without a header; None if CSV files have one.
+      path: `.jsonl`, `.json` (a list, or JSON lines), `.csv` with a header, `.parquet` or `.arrow`.
 
     Raises:
       DataError: a file is missing, empty or of another kind, or a line is malformed.
@@ -122,11 +80,10 @@ def read_records(
             raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}.")
     records: list[Record] = []
     for each in paths:
-        before, file = len(records), _unpacked_name(each).stem
-        for place, fields in _read(each, columns):
-            records.append(Record(fields, f"{each}, {place}", file))
-        if len(records) == before:
+        own = [Record(fields, f"{each}, {place}") for place, fields in _read(each)]
+        if not own:
             raise DataError(f"{each} holds no record.")
+        records += own
     return tuple(records)
 
 
@@ -147,7 +104,7 @@ def _unpacked_name(path: pathlib.Path) -> pathlib.Path:
     return path if unpacked.suffix in _TABLES else unpacked
 
 
-def _read(path: pathlib.Path, columns: Sequence[str] | None) -> _Placed:
+def _read(path: pathlib.Path) -> _Placed:
     suffix = _unpacked_name(path).suffix
     if suffix not in _SUFFIXES:
         raise DataError(f"{path} ends in none of {', '.join(_SUFFIXES)}.")
@@ -157,7 +114,7 @@ def _read(path: pathlib.Path, columns: Sequence[str] | None) -> _Placed:
         text = map_text(path)[:].decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}.") from error
-    return _read_csv(path, text, columns) if suffix == ".csv" else _read_json(path, text)
+    return _read_csv(path, text) if suffix == ".csv" else _read_json(path, text)
 
 
 def _read_json(path: pathlib.Path, text: str) -> _Placed:
@@ -182,9 +139,9 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(f"{where}: {error}") from error
 
 
-def _read_csv(path: pathlib.Path, text: str, columns: Sequence[str] | None) -> _Placed:
+def _read_csv(path: pathlib.Path, text: str) -> _Placed:
     """Yields the rows, each with the number of its last line; a row may span several."""
-    rows = csv.DictReader(io.StringIO(text, newline=""), columns, strict=True)
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         for fields in rows:
             if None in fields or None in fields.values():

@@ -7,33 +7,17 @@ and computes which tokens may come next; all others are excluded from the draw. 
 llguidance (https://github.com/guidance-ai/llguidance, the extra `grammar`), which is imported with
 the first grammar.
 
-The mask of a token depends on the token before it, which is drawn on the device. So a chunk of
-steps with such a lane is not a loop on the device: each step is two programs, and a thread of the
-host computes the masks while the first one is launched and runs:
-
-    device   | advance: layers | draw | advance: layers | draw | ...
-    thread        masks ----^              masks ----^
-                  ^ the token before, read from the device
-
-While it waits for masks, the engine's thread sends the updates of the previous chunk. The results
-of steps are recorded by chunks, as always.
-
-The other lanes of such a chunk pay two launches per step instead of one per chunk, and wait for the
-masks if these take longer than the layers. 256 masks of 152,000 tokens of a simple grammar take 1
-to 2 ms. More threads only share much longer work (`_ALONE_SECONDS`). The masks stay on the device,
-and only changed ones are sent, 19 KB each (all, 5 MB, if more than `runner.MASKS` have changed).
-Chunks without such a lane run as usual.
+The first token of an answer is drawn under a mask of the allowed ones. Later ones are checked, and
+drawn again where they are not allowed (`checked_steps`); chunks without such a lane run as usual.
 """
 
 import dataclasses
 import functools
 import json
-import os
 import re
 import threading
-import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,11 +35,6 @@ _JSON_FORM = {
     "key_separator": ": ",
     "lenient": False,
 }
-# Masks of a step that take longer than this are shared among threads. Threads that wait for work
-# spin, and slow down launches: 256 lanes of a 1.5B model on an H200 with 16 CPU cores generated
-# 26,000 tokens/s with 2 ms, and 37,000 without sharing.
-_ALONE_SECONDS = 10e-3
-_MOST_THREADS = 8
 _MOST_COMPILED = 64  # compiled grammars to keep, for requests that send one again
 _LONGEST_ERROR = 600
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -167,6 +146,34 @@ class Matcher:
         self.compiled.reset()
         self.compiled.consume_tokens(tokens)
 
+    def consume(self, token: int) -> None:
+        """Consumes the next token of the answer, which is allowed and no end token."""
+        self.compiled.consume_token(token)
+
+    def try_consume(self, token: int) -> bool:
+        """Consumes a token that is no end token if it is allowed; returns whether it was."""
+        return self.compiled.try_consume_tokens([token]) == 1
+
+    def allows(self, token: int) -> bool:
+        """Whether a token that is no end token may come next."""
+        return self.compiled.validate_tokens([token]) == 1
+
+    @property
+    def may_end(self) -> bool:
+        """Whether an end token may come next."""
+        return self.compiled.is_accepting()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; None if it can."""
+        if not self.compiled.is_error():
+            return None
+        return plain(self.compiled.get_error().partition("\n<state>")[0], _LONGEST_ERROR)
+
+    def fill(self, mask: Int[np.ndarray, " words"]) -> None:
+        """Writes the mask of the tokens that may come next; see `Filter.allowed`."""
+        self.compiled.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
 
 class OpeningMatcher:
     """Follows one answer through its opening.
@@ -190,6 +197,12 @@ class OpeningMatcher:
     def only(self) -> int | None:
         """The token that must come next; None after the opening."""
         return self._tokens[self._next] if self._next < len(self._tokens) else None
+
+    def fill(self, mask: Int[np.ndarray, " words"]) -> None:
+        """Writes the mask of the tokens that may come next; see `Filter.allowed`."""
+        if self.only is not None:
+            mask[:] = 0
+            mask.view(np.uint32)[self.only // BITS] = 1 << self.only % BITS
 
 
 def is_served(model: LanguageModel) -> bool:
@@ -245,117 +258,19 @@ def _check_ends(model: LanguageModel, opening: Opening) -> None:
             )
 
 
-class TokenMasks:
-    """The masks of allowed next tokens, as bits, for the lanes of an engine.
-
-    Args:
-      num_lanes: number of lanes (B).
-      vocab_size: number of logits (V); word w of a lane has tokens 32 w ... 32 w + 31.
-      reused: whether `after` overwrites its last result; only on a single device.
-    """
-
-    def __init__(self, num_lanes: int, vocab_size: int, *, reused: bool = True):
-        self._shape, self._reused = (num_lanes, -(-vocab_size // BITS)), reused
-        self._steps: Int[np.ndarray, "B words"] | None = None  # the masks of `after`
-        self._bound = np.zeros(num_lanes, bool)  # lanes with masks in `_steps` that exclude tokens
-
-    @functools.cached_property
-    def _executor(self) -> Any:
-        return _library().LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
-
-    def everything(self) -> Int[np.ndarray, "B words"]:
-        """Returns the masks of lanes without a grammar."""
-        return np.full(self._shape, -1, np.int32)
-
-    def next(self, matchers: Mapping[int, Matcher | OpeningMatcher]) -> Int[np.ndarray, "B words"]:
-        """Returns the masks of all lanes, by matchers where given."""
-        masks = self.everything()
-        self._fill(masks, *_by_kind(matchers))
-        return masks
-
-    def _fill(
-        self,
-        masks: Int[np.ndarray, "B words"],
-        compiled: list[tuple[Any, int]],
-        openings: list[tuple[OpeningMatcher, int]],
-    ) -> None:
-        start, size = masks.ctypes.data, 4 * self._shape[1]
-        end = time.perf_counter() + _ALONE_SECONDS
-        for place, (matcher, lane) in enumerate(compiled):
-            if time.perf_counter() > end:
-                rest = compiled[place:]
-                self._executor.unsafe_compute_mask_ptr(rest, start, size, len(masks))
-                break
-            matcher.unsafe_compute_mask_ptr(start + lane * size, size)
-        for matcher, lane in openings:
-            if (only := matcher.only) is None:
-                masks[lane] = -1
-            else:
-                masks[lane] = 0
-                masks.view(np.uint32)[lane, only // BITS] = 1 << only % BITS
-
-    def after(
-        self,
-        requests: Mapping[int, Any],
-        newest: Int[np.ndarray, " B"],
-        remaining: Int[np.ndarray, " B"],
-        end_tokens: Collection[int],
-    ) -> Int[np.ndarray, "B words"]:
-        """Consumes the newest token of each request; returns the masks of the next ones.
-
-        The next call overwrites the result, because allocating megabytes takes longer than filling
-        them. That is safe on one device: a caller that has the newest tokens has waited for the
-        program that read the last masks. On a mesh tokens come from one device while another may
-        still run that program, so the result is new.
-
-        Args:
-          requests: lane -> its request, if that has a grammar.
-          newest: the newest token of each lane.
-          remaining: the most tokens that each lane may generate after it.
-          end_tokens: token ids that end an answer.
-
-        Raises:
-          GrammarError: a grammar has become too complex.
-        """
-        goes_on = (remaining > 0) & ~np.isin(newest, list(end_tokens))
-        tokens, going = newest.tolist(), goes_on.tolist()
-        matchers = {lane: each.matcher for lane, each in requests.items() if going[lane]}
-        compiled, openings = _by_kind(matchers)
-        for matcher, lane in compiled:
-            matcher.consume_token(tokens[lane])
-        for matcher, _ in openings:
-            matcher.read()
-        if self._steps is None or not self._reused:
-            self._steps = self.everything()
-            self._bound[:] = False
-        bound = np.zeros_like(self._bound)
-        bound[list(matchers)] = True
-        self._steps[self._bound & ~bound] = -1
-        self._bound = bound
-        self._fill(self._steps, compiled, openings)
-        if wrong := [(each, lane) for each, lane in compiled if each.is_error()]:
-            first, lane = wrong[0]
-            what = first.get_error().partition("\n<state>")[0]
-            read = requests[lane].max_new_tokens - remaining[lane]
-            raise GrammarError(
-                f"The grammar of an answer cannot be followed after token {read:,}: "
-                f"{plain(what, _LONGEST_ERROR)}. Give a simpler grammar.",
-                (requests[lane].index for _, lane in wrong),
-            )
-        return self._steps
+def mask_words(vocab_size: int) -> int:
+    """Returns the words of a mask of `vocab_size` tokens."""
+    return -(-vocab_size // BITS)
 
 
-def _by_kind(
-    matchers: Mapping[int, Matcher | OpeningMatcher],
-) -> tuple[list[tuple[Any, int]], list[tuple[OpeningMatcher, int]]]:
-    """Returns matchers of llguidance and of openings, each with its lane."""
-    compiled, openings = [], []
-    for lane, each in matchers.items():
-        if isinstance(each, Matcher):
-            compiled.append((each.compiled, lane))
-        else:
-            openings.append((each, lane))
-    return compiled, openings
+def masks_of(
+    matchers: Mapping[int, Matcher | OpeningMatcher], num_lanes: int, vocab_size: int
+) -> Int[np.ndarray, "B words"]:
+    """Returns the masks of the next tokens of all lanes; lanes without a matcher allow all."""
+    masks = np.full((num_lanes, mask_words(vocab_size)), -1, np.int32)
+    for lane, matcher in matchers.items():
+        matcher.fill(masks[lane])
+    return masks
 
 
 def _refused(message: str) -> ConfigError:

@@ -6,14 +6,13 @@ the results of each while the next one runs.
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
-from dms_jax.generation.grammar import OpeningMatcher, TokenMasks
+from dms_jax.generation.grammar import OpeningMatcher, masks_of
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
@@ -52,10 +51,6 @@ class InFlight:
 
     def __post_init__(self):
         self.last_tokens = np.zeros(self.runner.num_lanes, np.int32)
-        model = self.runner.model
-        self._masks = TokenMasks(
-            self.runner.num_lanes, model.config.vocab_size, reused=model.mesh is None
-        )
 
     def collect_prompts(self) -> None:
         """Waits for prompts and first tokens, and records them in order.
@@ -92,8 +87,7 @@ class InFlight:
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
-          meanwhile: work of the host, in short parts, to do while it waits for the tokens on which
-            masks depend.
+          meanwhile: work of the host, in short parts, to do while it waits for tokens to check.
 
         Raises:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
@@ -103,40 +97,42 @@ class InFlight:
         bound = {lane: each for lane, each in going.items() if each.matcher is not None}
         if self.runner.host is not None and bound:  # KCache's values are written between steps
             num_steps = 1
+        if any(remaining[lane] for lane in bound):
+            assert rule is not None, "answers that are given have no grammar"
+            program = self.runner.decode_checked(
+                bound,
+                self.last_tokens,
+                remaining,
+                seeds,
+                rule,
+                num_steps=num_steps,
+                end_tokens=self.end_tokens,
+                endless=endless,
+                meanwhile=meanwhile,
+            )
+            if program.steps:
+                self.programs.append((program, dict(running)))
+            if program.checked.error is not None:
+                collections.deque(meanwhile, maxlen=0)
+                self.collect_prompts()  # raises if their logits are not numbers
+                self.collect_steps()
+                raise program.checked.error
+            self.last_tokens = program.newest
+            return
         size = self.steps_a_program(num_steps)
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once if only first tokens were asked for
                 return
-            if any(remaining[lane] for lane in bound):
-                assert rule is not None, "answers that are given have no grammar"
-                program = self.runner.decode_masked(
-                    self.last_tokens,
-                    remaining,
-                    seeds,
-                    rule,
-                    functools.partial(self._masks.after, bound, end_tokens=self.end_tokens),
-                    num_steps=size,
-                    end_tokens=self.end_tokens,
-                    endless=endless,
-                    meanwhile=meanwhile,
-                )
-            else:
-                program = self.runner.decode(
-                    self.last_tokens,
-                    remaining,
-                    seeds,
-                    rule or given_tokens(running, remaining, size),
-                    num_steps=size,
-                    end_tokens=self.end_tokens,
-                    endless=endless,
-                )
-            if program.steps:
-                self.programs.append((program, dict(running)))
-            if program.error is not None:
-                collections.deque(meanwhile, maxlen=0)
-                self.collect_prompts()  # raises if their logits are not numbers
-                self.collect_steps()
-                raise program.error
+            program = self.runner.decode(
+                self.last_tokens,
+                remaining,
+                seeds,
+                rule or given_tokens(running, remaining, size),
+                num_steps=size,
+                end_tokens=self.end_tokens,
+                endless=endless,
+            )
+            self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
             remaining = np.maximum(remaining - size, 0)
 
@@ -229,7 +225,9 @@ class InFlight:
         chosen = rule or given_tokens(running, self.remaining(running), 1)
         begun = {lane: matcher for lane, matcher in bound.items() if lane in fresh}
         if isinstance(chosen, Filter) and begun:
-            chosen = dataclasses.replace(chosen, allowed=self._masks.next(begun))
+            size = self.runner.model.config.vocab_size
+            masks = masks_of(begun, self.runner.num_lanes, size)
+            chosen = dataclasses.replace(chosen, allowed=masks)
         self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, chosen)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from dms_jax import compilation
-from dms_jax.generation import grammar, programs
+from dms_jax.generation import checked_steps, grammar, programs
 from dms_jax.generation.prefill import (
     PromptShapes,
     Shape,
@@ -98,7 +98,7 @@ def compile_first(
             # Steps take the compiler longest: they come first, while prompts are traced.
             *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
             *(calls.update_table(pages_of_steps) if steps else []),
-            *(calls.update_masks() if steps and masked else []),
+            *(calls.redraws() if steps and masked else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens(masked=masked)] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
@@ -163,7 +163,7 @@ def compile_all(
     if grammar.is_served(runner.model):
         for pages in widths:
             steps += calls.steps(pages, 1, end_tokens, masked=True)
-        steps += [calls.first_tokens(masked=True), *calls.update_masks()]
+        steps += [calls.first_tokens(masked=True), *calls.redraws()]
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
@@ -180,8 +180,9 @@ class _Calls:
 
     def _rule(self, count: int, masked: bool = False) -> Filter | Given:
         if masked and self.rule is not None:
-            masks = grammar.TokenMasks(self.runner.num_lanes, self.runner.model.config.vocab_size)
-            return dataclasses.replace(self.rule, allowed=masks.everything())
+            size = self.runner.model.config.vocab_size
+            masks = grammar.masks_of({}, self.runner.num_lanes, size)
+            return dataclasses.replace(self.rule, allowed=masks)
         return self.rule or Given(np.zeros((count, self.runner.num_lanes), np.int32))
 
     @property
@@ -217,20 +218,9 @@ class _Calls:
             before = *self.runner.cached, table, tokens, lanes
             settings = (policy, self._rule(num_steps), num_steps, end_tokens)
             return [(programs.decode, (*before, self._seeds, *settings))]
-        cache, counts = self.runner.cache, self.runner.everywhere(lanes)
-        given = *self.runner.cached, table, tokens, counts, policy, end_tokens
-        step = programs.Advance(  # like the result of `programs.advance`, without tracing it
-            hidden=self.runner.hidden,
-            positions=counts,
-            active=self.runner.everywhere(lanes > 0),
-            left=counts,
-            live=counts,
-            reads=counts,
-            lengths=self.runner.everywhere(np.zeros(cache.lengths.shape, cache.lengths.dtype)),
-        )
-        outer = self.runner.model.transformer.without_layers()
-        drawn = (outer, step, tokens, self._seeds, self._rule(1, masked))
-        return [(programs.advance, given), (programs.draw, drawn)]
+        control = np.zeros((3, len(lanes)), np.int32)
+        given = *self.runner.cached, table, self.runner.blank_undo, tokens, control, self._seeds
+        return [(programs.step, (*given, policy, self._rule(1), end_tokens))]
 
     def update_table(self, pages: int) -> list[_Call]:
         table = self._table(len(self._lanes), pages)
@@ -239,16 +229,17 @@ class _Calls:
         cells = self.runner.no_cells(table.shape)
         return [(programs.update_table, (self.runner.everywhere(table), cells))]
 
-    def update_masks(self) -> list[_Call]:
-        """Returns the programs that change the masks of a few lanes and of all."""
-        if self.runner.model.mesh is not None:
-            return []
-        runner = self.runner
-        masks = grammar.TokenMasks(runner.num_lanes, runner.model.config.vocab_size).everything()
-        every = np.arange(runner.num_lanes, dtype=np.int32)
-        few, some = runner.some_masks(masks, every[:1]), runner.some_masks(masks, every)
-        different = [few, some] if few[0].shape != some[0].shape else [some]
-        return [(programs.update_masks, (jax.numpy.zeros_like(masks), *each)) for each in different]
+    def redraws(self) -> list[_Call]:
+        """Returns the programs that draw the tokens of a few lanes again, and of all."""
+        runner, lanes = self.runner, self.runner.everywhere(self._lanes)
+        source = programs.Source(runner.hidden, lanes)
+        outer, size = runner.model.transformer.without_layers(), runner.model.config.vocab_size
+        calls: list[_Call] = []
+        for count in sorted({min(checked_steps.FEW, len(lanes)), len(lanes)}):
+            masks = grammar.masks_of({}, count, size)
+            given = source, lanes, np.zeros(count, np.int32), masks, self._seeds, self._rule(1)
+            calls.append((programs.redraw, (outer, *given)))
+        return calls
 
     def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0

@@ -137,6 +137,11 @@ class Program:
                 return ready(*self._arrays(args))
         return self.jitted(*args)
 
+    def chosen(self, *args: Any) -> Callable:
+        """Returns a function for many calls with arguments of one form, which it does not check."""
+        ready = self._ready.get(self._signature(args)) if self._ready else None
+        return self.jitted if ready is None else lambda *args: ready(*self._arrays(args))
+
     def lower(self, *args: Any) -> Any:
         """Lowers the function for the arguments; see `jax.jit(f).lower`."""
         return self.jitted.lower(*args)
@@ -323,8 +328,8 @@ class Steps:
     lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
     asked for. `greedy` says whether each given token is the likeliest; None unless tokens are
     given. `finite` says whether the logits were numbers. `likeliest` and `highest`, None unless
-    tokens are masked, are the likeliest token and its log-probability. At the end of the chunk
-    `lengths` are the slots in use of each row.
+    tokens are masked or checked, are the likeliest token and its log-probability. At the end of
+    the chunk `lengths` are the slots in use of each row.
     """
 
     tokens: Any  # Int[C, B]
@@ -603,13 +608,15 @@ def _next_tokens(
     positions: Int[Array, " B"],
     rule: Filter | Given,
     given: Int[Array, " B"] | None,
+    forced: Int[Array, " B"] | None = None,
 ) -> Steps:
     """Draws or looks up the next token of each row; returns it with its log-probability."""
     if given is not None:
         return Steps(given, *look_up(logits, given), are_numbers(logits))
     assert isinstance(rule, Filter)
-    tokens, logprobs = sample(logits, keys, positions, rule)
-    best = (None, None) if rule.allowed is None else likeliest(logits)
+    tokens, logprobs = sample(logits, keys, positions, rule, forced)
+    checked = rule.allowed is not None or forced is not None
+    best = likeliest(logits) if checked else (None, None)
     return Steps(tokens, logprobs if rule.logprobs else None, None, are_numbers(logits), *best)
 
 
@@ -713,16 +720,34 @@ def _read_newest(
 
 
 @struct.dataclass
-class Advance:
-    """A decode step before its tokens are drawn."""
+class Undo:
+    """What a decode step changes beside the slot that it writes; see `Policy.can_undo`."""
+
+    lengths: Any  # Int[L, B, K]
+    seen: Any  # Int[B]
+    row_state: Any  # leaves [L, B, K, ...]
+
+    @classmethod
+    def of(cls, cache: Cache) -> "Undo":
+        """Returns what a step of this cache would change."""
+        return cls(cache.lengths, cache.seen, cache.row_state)
+
+    def applied(self, cache: Cache, lanes: Bool[Array, " B"]) -> Cache:
+        """Returns the cache with some lanes as they were before the step."""
+        before = jax.tree.map(
+            lambda old, new: jnp.where(lanes.reshape(1, -1, *[1] * (new.ndim - 2)), old, new),
+            (self.lengths, self.seen[None], self.row_state),
+            (cache.lengths, cache.seen[None], cache.row_state),
+        )
+        return dataclasses.replace(cache, lengths=before[0], seen=before[1][0], row_state=before[2])
+
+
+@struct.dataclass
+class Source:
+    """What the tokens of a step were drawn from."""
 
     hidden: Any  # [B, E]
-    positions: Any  # Int[B], of the tokens to draw
-    active: Any  # Bool[B], the lanes that take part
-    left: Any  # Int[B], the `remaining` of the next step
-    live: Any  # Int[B]
-    reads: Any  # Int[B]
-    lengths: Any  # Int[L, B, K]
+    positions: Any  # Int[B], of the tokens
 
 
 @functools.partial(
@@ -730,68 +755,98 @@ class Advance:
     gpu_options=GPU_STEP_OPTIONS,
     on_gpu=ON_GPU_STEP,
     donate_argnums=1,
-    static_argnums=(7,),
+    static_argnums=(10,),
 )
-def advance(
+def step(
     transformer: Transformer,
     cache: Cache,
     host: HostRows | None,
     page_table: Int[Array, "L B K M"],
+    undo: Undo | None,
     tokens: Int[Array, " B"],
-    remaining: Int[Array, " B"],
+    control: Int[Array, "3 B"],
+    seeds: UInt32[Array, "B 2"],
     policy: Policy,
+    rule: Filter,
     end_tokens: tuple[int, ...],
     *,
     block: int = 1,
-) -> tuple[Cache, Advance, Tail | None]:
-    """Runs a decode step up to its draw, for which masks are computed meanwhile; see `draw`."""
-    given = remaining
-    remaining, endless = _split(remaining)
+) -> tuple[Cache, Packed, Int[Array, " B"], Source, Undo | None, Tail | None]:
+    """Runs one decode step, whose tokens the host checks; see `checked_steps`.
+
+    Args:
+      transformer, cache, host, page_table, tokens, seeds, policy, rule, end_tokens: as in `decode`.
+      undo: that of the step before; None if no lane ever needs it.
+      control: for each lane its `remaining`, the token that it must take (-1: any), and whether it
+        takes back the step before.
+
+    Returns:
+      The cache, the `Steps` of one, the newest tokens, what they were drawn from, the `Undo` of
+      this step, and the tail.
+    """
+    given, forced, takes_back = control
+    if undo is not None:
+        cache = undo.applied(cache, takes_back > 0)
+        undo = Undo.of(cache)
+    remaining, endless = _split(given)
     active = (remaining > 0) & (endless | ~_ends(tokens, end_tokens))
     table_before = cache.page_table
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, 1)
     passed = _read_newest(transformer, cache, host, tokens, active, policy, block)
     cache, tail = detach_tail(passed.cache)
-    step = Advance(
-        hidden=passed.hidden[:, 0],
-        positions=cache.seen,
-        active=active,
-        left=given - (remaining > 0),
-        live=passed.live[:, 0],
-        reads=passed.reads[:, 0],
-        lengths=cache.lengths,
+    hidden, positions = passed.hidden[:, 0], cache.seen
+    logits = transformer.unembed(hidden)
+    drawn = _next_tokens(logits, request_keys(seeds), positions, rule, None, forced)
+    new = jnp.where(active, drawn.tokens, tokens)
+    one = dataclasses.replace(
+        drawn, tokens=new, ran=active, live=passed.live[:, 0], reads=passed.reads[:, 0]
     )
+    one = jax.tree.map(lambda x: x[None], one)
     cache = dataclasses.replace(cache, page_table=table_before)
-    if sharding.has_mesh():  # the step is replicated; the cache keeps its sharding
+    if sharding.has_mesh():  # what the host reads is replicated; the cache keeps its sharding
         specs = cache_specs(cache, transformer.config.num_kv_heads)
         cache = jax.lax.with_sharding_constraint(cache, specs)
-        step = jax.tree.map(lambda x: sharding.constrain(x, *[None] * x.ndim), step)
-    return cache, step, tail
+        if undo is not None:
+            undo = jax.lax.with_sharding_constraint(undo, Undo.of(specs))
+        hidden, positions = (sharding.constrain(x, *[None] * x.ndim) for x in (hidden, positions))
+    steps = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
+    return cache, steps, new, Source(hidden, positions), undo, tail
 
 
 @Program
-def draw(
+def redraw(
     transformer: Transformer,
-    step: Advance,
+    source: Source,
     tokens: Int[Array, " B"],
+    lanes: Int[Array, " n"],
+    masks: Int[Array, "n words"],
     seeds: UInt32[Array, "B 2"],
     rule: Filter,
 ) -> tuple[Packed, Int[Array, " B"]]:
-    """Draws the tokens of a step; returns the `Steps` of one, and the newest token of each lane."""
-    logits = transformer.unembed(step.hidden)
-    drawn = _next_tokens(logits, request_keys(seeds), step.positions, rule, None)
-    new = jnp.where(step.active, drawn.tokens, tokens)
-    one = dataclasses.replace(drawn, tokens=new, ran=step.active, live=step.live, reads=step.reads)
-    one = jax.tree.map(lambda x: x[None], one)
-    return Packed.of(dataclasses.replace(one, lengths=step.lengths)), new
+    """Draws the tokens of some lanes again, among the allowed ones.
 
+    Args:
+      transformer: the weights, without layers.
+      source: what the tokens were drawn from.
+      tokens: the newest tokens, of which those of the lanes are replaced.
+      lanes: the lanes; a number beyond the last lane is ignored.
+      masks: see `Filter.allowed`.
+      seeds, rule: as in `decode`.
 
-@functools.partial(Program, donate_argnums=0)
-def update_masks(
-    masks: Int[Array, "B words"], rows: Int[Array, "n words"], lanes: Int[Array, " n"]
-) -> Int[Array, "B words"]:
-    """Replaces the masks of some lanes; a number beyond the last lane is ignored."""
-    return masks.at[lanes].set(rows, mode="drop")
+    Returns:
+      The tokens [n] and, if asked for, their log-probabilities, packed; and the newest tokens.
+    """
+
+    def take(x):
+        return x.at[lanes].get(mode="clip") if jnp.ndim(x) else x
+
+    # Independent of the first draw: else tokens near a refused one would be drawn more often.
+    keys = jax.vmap(jax.random.fold_in, (0, None))(request_keys(take(seeds)), 1)
+    rule = dataclasses.replace(jax.tree.map(take, rule), allowed=masks)
+    logits = transformer.unembed(take(source.hidden))
+    drawn, logprobs = sample(logits, keys, take(source.positions), rule)
+    newest = tokens.at[lanes].set(drawn, mode="drop")
+    return Packed.of((drawn, logprobs if rule.logprobs else None)), newest
 
 
 @functools.partial(Program, donate_argnums=0, static_argnums=(3,))

@@ -18,10 +18,9 @@ the layer, the KV head and the position (`policies/draws.py`). So copies equal p
 prefilled one by one. Pages are copied whole, because policies overwrite slots in place.
 """
 
-import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.grammar import GrammarError
+from dms_jax.generation.checked_steps import CheckedSteps
 from dms_jax.generation.prefill import (
     SATURATING,
     PrefillBatch,
@@ -56,11 +55,7 @@ from dms_jax.policies import Policy
 
 BLOCK_BYTES = 2**27  # of pages copied at a time; held twice meanwhile
 HOST_BLOCK_BYTES = 2**24  # of pages copied to or from the host at a time
-MASKS = 16  # masks changed at a time; if more have changed, all are sent
 CELLS = 2**13  # cells of the page table changed at a time; smaller tables are sent whole
-
-
-_DONE = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +92,7 @@ class Extended:
 
 @dataclasses.dataclass(frozen=True)
 class StepsInFlight:
-    """Decode steps in flight: of one program, or of two for each step.
+    """Decode steps in flight: of one program, or of one for each step.
 
     Attributes:
       steps: their results in order, on the device (`programs.Steps`).
@@ -108,7 +103,7 @@ class StepsInFlight:
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with; None unless the host holds values.
       epochs: Int[B], those of `Reservation` when it was launched.
-      error: why no more steps could be launched; None if all were.
+      checked: how their tokens were checked; None if none has a grammar.
     """
 
     steps: list[Packed]
@@ -119,7 +114,7 @@ class StepsInFlight:
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"] | None
     epochs: Int[np.ndarray, " B"]
-    error: GrammarError | None = None
+    checked: CheckedSteps | None = None
 
 
 def sends_changes(size: int) -> bool:
@@ -214,8 +209,7 @@ class Runner:
         self.cache: Any = None
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
-        # The masks of the last step, on the device and as they were sent.
-        self._masks: tuple[jax.Array, Int[np.ndarray, "B words"]] | None = None
+        self._blank_undo: programs.Undo | None = None
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -310,7 +304,7 @@ class Runner:
     def release(self) -> None:
         """Frees the memory of the cache; `recover` makes another one."""
         self.dirty = True
-        self._table = self._masks = None
+        self._table = self._blank_undo = None
         if self.cache is not None:
             for leaf in jax.tree.leaves(self.cache):
                 leaf.delete()
@@ -423,6 +417,18 @@ class Runner:
         return np.zeros(self.num_lanes, bool)
 
     @property
+    def blank_undo(self) -> programs.Undo | None:
+        """What the first of some checked steps takes as `programs.Undo`; None if none takes any."""
+        if self.host is not None or not self.policy.can_undo:
+            return None
+        if self._blank_undo is None:
+            self._blank_undo = jax.tree.map(
+                lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
+                programs.Undo.of(self.cache),
+            )
+        return self._blank_undo
+
+    @property
     def cached(self) -> tuple[Any, ...]:
         """The first arguments of programs over the cache: weights, cache, values in host memory."""
         host = None if self.host is None else self.host.rows
@@ -504,98 +510,35 @@ class Runner:
         most = np.minimum(remaining, num_steps).astype(np.int64)
         return self._launched([steps], newest, most, end_tokens, endless, tail, own_table)
 
-    def decode_masked(
+    def decode_checked(
         self,
+        answers: Mapping[int, Any],
         tokens: Int[np.ndarray | jax.Array, " B"],
         remaining: Int[np.ndarray, " B"],
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
-        make_masks: Callable[
-            [Int[np.ndarray, " B"], Int[np.ndarray, " B"]], Int[np.ndarray, "B words"]
-        ],
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
-        endless: Bool[np.ndarray, " B"] | None = None,
+        endless: Bool[np.ndarray, " B"],
         meanwhile: Iterator[None],
     ) -> StepsInFlight:
-        """Launches up to C decode steps whose tokens are drawn under masks.
-
-        Returns when the tokens of the last step but one are known.
+        """Launches up to C decode steps, and returns when their tokens are checked.
 
         Args:
+          answers: lane -> its request, if that has a matcher.
           tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
-          make_masks: called in a thread with the newest tokens and the rest of `remaining`, while a
-            step is launched and its layers run; see `Filter.allowed`. If it raises GrammarError,
-            the steps end.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
         """
-        endless = self._no_lanes if endless is None else endless
         table, own_table = self._table_of_steps(remaining > 0)
-        steps, tail, error = list[Packed](), None, None
-        newest: Any = self.everywhere(tokens)
-        on_device: Any = self.everywhere(_joined(remaining, endless))
-        sent_seeds, sent_rule = self._send((seeds, rule))
-        outer = self.model.transformer.without_layers()
-        with use_mesh(self.model.mesh), concurrent.futures.ThreadPoolExecutor(1) as thread:
-            for step in range(min(num_steps, int(remaining.max()))):
-                left = np.maximum(remaining - step, 0).astype(np.int32)
-                masks = thread.submit(self._changed_masks, make_masks, newest, left)
-                given = table, newest, on_device, self.traced_policy, end_tokens
-                self.cache, advance, tail = programs.advance(*self.cached, *given)
-                on_device = self.everywhere(advance.left)
-                while not masks.done() and next(meanwhile, _DONE) is not _DONE:
-                    pass
-                try:
-                    allowed = self._send_masks(*masks.result())
-                except GrammarError as raised:
-                    error = raised
-                    break
-                masked = dataclasses.replace(sent_rule, allowed=allowed)
-                drawn, newest = programs.draw(outer, advance, newest, sent_seeds, masked)
-                newest = self.everywhere(newest)
-                newest.copy_to_host_async()  # the next masks wait for it
-                drawn.words.copy_to_host_async()
-                steps.append(drawn)
+        given = answers, tokens, remaining, seeds, rule
+        checked = CheckedSteps(
+            self, *given, end_tokens=end_tokens, endless=endless, meanwhile=meanwhile
+        )
+        checked.run(num_steps, table)
         most = np.minimum(remaining, num_steps).astype(np.int64)
-        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table, error)
-
-    def _changed_masks(
-        self, make_masks: Callable[..., Any], newest: Any, left: Int[np.ndarray, " B"]
-    ) -> tuple[Int[np.ndarray, "B words"], Int[np.ndarray, " n"]]:
-        """Waits for the newest tokens; returns the next masks, and the lanes where they changed."""
-        masks = make_masks(np.asarray(newest), left)
-        sent = masks[:0] if self._masks is None else self._masks[1]
-        differ = (masks != sent).any(1) if len(sent) else np.ones(len(masks), bool)
-        return masks, np.flatnonzero(differ).astype(np.int32)
-
-    def _send_masks(
-        self, masks: Int[np.ndarray, "B words"], changed: Int[np.ndarray, " n"]
-    ) -> Int[np.ndarray | jax.Array, "B words"]:
-        """Returns the masks of a step on the device, to which only changed ones are sent.
-
-        On a mesh all are sent with the program. In the middle of a text most masks stay the same.
-        """
-        if self.model.mesh is not None:
-            return masks
-        if self._masks is None:
-            self._masks = jax.numpy.zeros_like(masks), np.zeros_like(masks)
-        on_device, sent = self._masks
-        if len(changed):
-            on_device = programs.update_masks(on_device, *self.some_masks(masks, changed))
-            sent[changed] = masks[changed]
-            self._masks = on_device, sent
-        return on_device
-
-    def some_masks(
-        self, masks: Int[np.ndarray, "B words"], lanes: Int[np.ndarray, " n"]
-    ) -> tuple[Int[np.ndarray, "m words"], Int[np.ndarray, " m"]]:
-        """Returns the arguments of `programs.update_masks` that change these lanes, or more."""
-        if len(lanes) > MASKS or len(masks) <= MASKS:
-            return masks, np.arange(len(masks), dtype=np.int32)
-        padded = np.full(MASKS, len(masks), np.int32)
-        padded[: len(lanes)] = lanes
-        return masks.take(padded, 0, mode="clip"), padded
+        steps, newest, tail = checked.steps, checked.newest, checked.tail
+        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table, checked)
 
     def _table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]
@@ -636,14 +579,14 @@ class Runner:
         endless: Bool[np.ndarray, " B"],
         tail: Tail | None,
         table: Int[np.ndarray, "L B K M"] | None,
-        error: GrammarError | None = None,
+        checked: CheckedSteps | None = None,
     ) -> StepsInFlight:
         """Records launched steps; returns them as `StepsInFlight`."""
         self.reservation.add_steps(most)
         epochs = self.reservation.epochs
-        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs, error)
+        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs, checked)
 
-    def _send(self, tree: Any) -> Any:
+    def send(self, tree: Any) -> Any:
         """Puts host arrays on the device for several programs; not on a mesh, see `everywhere`."""
         if self.model.mesh is not None:
             return tree
@@ -652,6 +595,8 @@ class Runner:
     def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps without released lanes."""
         steps = Steps.joined([each.read() for each in program.steps])
+        if program.checked is not None:
+            steps = program.checked.corrected(steps)
         current = program.epochs == self.reservation.epochs
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)

@@ -76,8 +76,8 @@ class Filter:
       searched: Bool[B], lanes whose tokens are searched for; None if all lanes do the same.
       switches: which filters are on.
       logprobs: whether programs return log-probabilities.
-      allowed: Int[B, words], the tokens that grammars allow, a bit each (`grammar.TokenMasks`);
-        None if no lane has a grammar.
+      allowed: Int[B, words], the tokens that grammars allow: bit i of word w is token 32 w + i
+        (`grammar.masks_of`); None if no lane has a grammar.
     """
 
     temperature: Any
@@ -258,6 +258,7 @@ def sample(
     keys: Key[Array, " B"],
     positions: Int[Array, " B"],
     rule: Filter,
+    forced: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Draws one token per row.
 
@@ -266,6 +267,7 @@ def sample(
       keys: one random key per request.
       positions: position of the token to draw; each position has its own draw.
       rule: the filter.
+      forced: tokens to take instead; -1 draws one.
 
     Returns:
       The tokens, and their log-probabilities under the unfiltered distribution.
@@ -279,6 +281,8 @@ def sample(
         tokens = draw_kept(Scaled.of(allowed, rule.temperature), keys, rule)
         if rule.greedy is not None:
             tokens = jnp.where(rule.greedy, jnp.argmax(allowed, -1), tokens)
+    if forced is not None:
+        tokens = jnp.where(forced < 0, tokens, forced)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs

@@ -144,6 +144,15 @@ class Policy(Options):
         """
         return False
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether a decode step can be taken back by restoring lengths and `state.rows`.
+
+        So `state.pages` does not change, and the slot that a token takes depends on the tokens
+        before it alone: a step with another token overwrites what the first one wrote.
+        """
+        return False
+
     def prefix_exact(self, seen: int, *, prompt: int, max_length: int) -> bool:
         """Whether the state of a sequence depends only on the tokens that it has seen.
 

@@ -58,6 +58,11 @@ class DelayedEviction(Policy):
         """Slots of a long row that decisions never free: the current token and its window."""
         return self.visible_window + 1
 
+    @property
+    def can_undo(self) -> bool:
+        """See `Policy.can_undo`: unless a token decides about the slot that it takes."""
+        return self.mark_shift <= self.visible_window
+
     def share_kept(self, compression_ratio: float | int) -> float:
         """Returns the expected fraction of tokens kept when they leave the window."""
         return 1 / compression_ratio if self.retrofit.needed else 1.0

@@ -13,3 +13,8 @@ class Vanilla(Policy):
     def appends(self) -> bool:
         """See `Policy.appends`: always."""
         return True
+
+    @property
+    def can_undo(self) -> bool:
+        """See `Policy.can_undo`: always."""
+        return True

@@ -31,6 +31,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zlib
 from typing import Any, Literal
 
 import jax
@@ -261,6 +262,8 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
         row = figures_of(prompts.now, begun, sum(each.cached for each in answers))
         # Live tokens at the end of an answer, if the server tells them.
         row["peak_tokens"] = [each.peak for each in answers if each.peak is not None]
+        # To compare the answers of two servers.
+        row["answers"] = [f"{zlib.crc32(each.text.encode()):08x}" for each in answers]
         turns.append(row)
     return dict(turns=turns, prefix_bytes=prefix_bytes(url))
 

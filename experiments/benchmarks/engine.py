@@ -6,61 +6,30 @@ one more short call runs under jax's profiler, and the device time of every prog
 (`traces`). With --clients requests arrive one by one, as at a server, and programs are compiled
 before timing.
 
-`--host` times the host instead, without a device to wait for. Fake programs
-(`tests/support/fake_programs.py`), which compute only the values that the host reads, replace those
-of `dms_jax.generation.programs`, and the model is narrow, so that a call takes almost only host
-time. Reported, in milliseconds, medians over the turns of all runs:
-
-- **to_prompts**: from the arrival of the results that a turn waits for to the launch of new
-  prompts, and **to_steps**: to the launch of the next steps if there are no new prompts. Meanwhile
-  the last steps of a chunk run, if they take as long; after a whole chunk the device is idle.
-- **prompts_to_steps**: from the first to the last of these launches, if there are new prompts.
-- **to_first_launch**: from the call to its first program.
-- **turn**: the whole call divided by its programs of steps, several per chunk (with a grammar each
-  has one step).
-- **step**: the CPU time of the engine's thread divided by the steps of all lanes. Threads that
-  compute masks, and other processes, do not count.
-
     python -m experiments.benchmarks.engine --shape qwen2.5-1.5b --lanes 256 --requests 256 \
         --prompts 105 105 --new-tokens 300 --temperature 0 --profile
-    python -m experiments.benchmarks.engine --requests 1024 --clients 256 --chunk 8 --host
-    python -m experiments.benchmarks.engine --requests 512 --clients 256 --regex "(.|\n)*" \
-        --tokenizer path/to/qwen --host
 """
 
 import collections
-import contextlib
 import dataclasses
 import gc
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, Literal
-from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax import assets
-from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation import Engine
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import Grammar, make_matchers
-from dms_jax.generation.programs import Packed, Program
 from dms_jax.generation.requests import Request, Update, make_requests
-from dms_jax.json_text import json_text
-from dms_jax.model.language_model import GenerationDefaults
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import SHAPES, Shape, meshes_of, random_model
-from tests.support.fake_programs import FAKES, faked
-
-_NARROW = dict(vocab_size=512, hidden_size=64, intermediate_size=64, head_dim=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +37,7 @@ class Config:
     """Time the engine."""
 
     shape: Shape = "qwen2.5-0.5b"
-    """Model shape to time, with random weights; with --host only its layers and KV heads."""
+    """Model shape to time, with random weights."""
     lanes: int = 256
     """Sequences decoded at a time."""
     requests: int = 1500
@@ -89,15 +58,6 @@ class Config:
     """Timed calls after the first, which compiles."""
     profile: bool = False
     """Also profile a short call: two chunks of steps, and an eighth of the lanes refilled."""
-    host: bool = False
-    """Time only the host, on any machine."""
-    regex: str | None = None
-    """Regular expression that answers must match, such as "(.|\\n)*": to time grammars on the host.
-    """
-    tokenizer: pathlib.Path | None = None
-    """Directory with a tokenizer.json for the model of --regex; by default the shipped one of 512
-    tokens.
-    """
     data_parallel: int = 1
     """Devices over which the lanes are split, each with all weights."""
     model_parallel: int = 1
@@ -112,8 +72,6 @@ class Config:
         check_numbers(self, may_be_zero=("temperature",))
         if self.prompts[0] > self.prompts[1]:
             raise dms_jax.ConfigError(f"prompts {self.prompts}: the shortest comes first.")
-        if self.regex is not None and not self.host:
-            raise dms_jax.ConfigError("--regex is timed with --host.")
 
 
 class Clients:
@@ -148,7 +106,6 @@ def sampling_of(config: Config) -> dms_jax.Sampling:
         temperature=config.temperature,
         top_p=0.95,
         max_new_tokens=2 * config.new_tokens,
-        grammar=None if config.regex is None else Grammar.regex(config.regex),
     )
 
 
@@ -162,8 +119,6 @@ def requests_of(config: Config, model: dms_jax.LanguageModel, seed: int) -> list
     for request, count in zip(requests, new, strict=True):
         request.max_new_tokens = int(np.clip(count, 1, 2 * config.new_tokens))
         request.max_length = len(request.prompt) + request.max_new_tokens
-    if config.regex is not None:
-        make_matchers(model, requests)
     return requests
 
 
@@ -178,22 +133,17 @@ def serve(config: Config, model: dms_jax.LanguageModel, requests: list[Request])
         told, incoming = clients.told, clients.incoming
         source = Source([], sampling_of(config), on_tokens=told, incoming=incoming)
     gc.collect()
-    start, processor = time.perf_counter(), time.thread_time()
+    start = time.perf_counter()
     engine.serve(source)
-    seconds, processor = time.perf_counter() - start, time.thread_time() - processor
+    seconds = time.perf_counter() - start
     new = sum(len(each.generated) for each in requests)
     return dict(
-        start=start,
         seconds=seconds,
-        processor_seconds=processor,
         requests=len(requests),
         prompt_tokens=sum(len(each.prompt) for each in requests),
         new_tokens=new,
         tokens_per_second=new / seconds,
     )
-
-
-# -- whole calls -----------------------------------------------------------------------------------
 
 
 def time_calls(config: Config) -> dict[str, Any]:
@@ -204,7 +154,6 @@ def time_calls(config: Config) -> dict[str, Any]:
     def call(requests: list[Request]) -> dict[str, Any]:
         gc.collect()  # two caches may not fit
         figures = serve(config, model, requests)
-        del figures["start"]
         print(figures, flush=True)
         return figures
 
@@ -223,107 +172,10 @@ def time_calls(config: Config) -> dict[str, Any]:
     return results
 
 
-# -- the host alone --------------------------------------------------------------------------------
-
-
-class Marks:
-    """The times at which results of steps arrived and programs were launched."""
-
-    def __init__(self):
-        self.events: list[tuple[str, float]] = []
-        self.steps = 0
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """A context with fake programs whose launches are recorded."""
-        names = {program: name for name, program in FAKES.items()}
-        call, read = Program.__call__, Packed.read
-
-        def launched(program: Program, *args: Any) -> Any:
-            if program in names:
-                self.events.append((names[program], time.perf_counter()))
-                if names[program] in ("decode", "advance"):
-                    self.steps += args[9] if names[program] == "decode" else 1
-            return call(program, *args)
-
-        def arrived(packed: Packed) -> Any:
-            jax.block_until_ready(packed.words)
-            self.events.append(("chunk", time.perf_counter()))
-            return read(packed)
-
-        with (
-            faked(),
-            mock.patch.object(Program, "__call__", launched),
-            mock.patch.object(Packed, "read", arrived),
-        ):
-            yield
-
-    def take(self) -> dict[str, list[float]]:
-        """Returns the milliseconds of each kind since the last call; see the module."""
-        found: dict[str, list[float]] = dict(to_prompts=[], to_steps=[], prompts_to_steps=[])
-        since: dict[str, float] = {}  # launches of this turn: the chunk, and the first prompts
-        for name, now in self.events:
-            if name == "chunk" and "extend" not in since:  # else one that ran on
-                since = {name: now}
-            elif "chunk" in since and name == "extend" and name not in since:
-                found["to_prompts"].append(1e3 * (now - since["chunk"]))
-                since[name] = now
-            elif "chunk" in since and name in ("decode", "advance"):
-                kind, start = ("to_steps", "chunk")
-                if "extend" in since:
-                    kind, start = ("prompts_to_steps", "extend")
-                found[kind].append(1e3 * (now - since[start]))
-                since = {}
-        self.events, self.steps = [], 0
-        return found
-
-
-def narrow_model(config: Config) -> dms_jax.LanguageModel:
-    """Returns a narrow model; with a tokenizer if answers have a grammar.
-
-    Raises:
-      ConfigError: the tokenizer has no end token.
-    """
-    fields = SHAPES[config.shape] | _NARROW
-    if config.regex is None:
-        return random_model(fields, jnp.bfloat16)
-    tokenizer = Tokenizer.from_directory(config.tokenizer or assets.path("stories260k"))
-    if tokenizer is None or tokenizer.eos_token_id is None:
-        raise dms_jax.ConfigError(f"--tokenizer {config.tokenizer}: no tokenizer with an end token")
-    fields |= {"vocab_size": -(-tokenizer.backend.get_vocab_size() // 128) * 128}
-    ends = GenerationDefaults(eos_token_ids=(tokenizer.eos_token_id,))
-    model = random_model(fields, jnp.bfloat16)
-    return dataclasses.replace(model, tokenizer=tokenizer, generation=ends)
-
-
-def time_host(config: Config) -> dict[str, Any]:
-    """Returns the median milliseconds of each kind, and their count."""
-    model, marks = narrow_model(config), Marks()
-    kinds: dict[str, list[float]] = collections.defaultdict(list)
-    with marks.noted():
-        for number in range(1 + config.runs):
-            figures = serve(config, model, requests_of(config, model, 1))
-            if number:  # else what compiled
-                chunks = sum(name == "chunk" for name, _ in marks.events)
-                kinds["turn"].append(1e3 * figures["seconds"] / chunks)
-                kinds["step"].append(1e3 * figures["processor_seconds"] / marks.steps)
-                kinds["to_first_launch"].append(1e3 * (marks.events[0][1] - figures["start"]))
-            for kind, times in marks.take().items():
-                kinds[kind].extend(times if number else ())
-    return {
-        kind: dict(median=float(np.median(times)), count=len(times))
-        for kind, times in kinds.items()
-        if times
-    }
-
-
 def main(config: Config) -> None:
-    """Times calls or the host, and writes the figures."""
+    """Times calls, and writes the figures."""
     make_place("--out", config.out)
-    results = {"milliseconds": time_host(config)} if config.host else time_calls(config)
-    write_json(config.out, provenance(config) | results)
-    if config.host:
-        print(json_text(results, indent=1))
+    write_json(config.out, provenance(config) | time_calls(config))
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class Answer:
       tokens: tokens of the answer, counted by the server.
       cached: cached tokens of its prompt; 0 if the server does not report them.
       peak: peak live tokens of its cache; None if the server does not report them.
+      text: its text.
       error: the error, or None if there is an answer.
     """
 
@@ -107,6 +108,7 @@ class Answer:
     tokens: int = 0
     cached: int = 0
     peak: float | None = None
+    text: str = ""
     error: str | None = None
 
 
@@ -188,8 +190,9 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
             event = json.loads(data)
             if event.get("error"):
                 answer.error = str(event["error"])[:200]
-            if any(map(text_of, event.get("choices", []))):
+            if part := "".join(text_of(each) or "" for each in event.get("choices", [])):
                 answer.parts.append(time.perf_counter() - start)
+                answer.text += part
             if usage := event.get("usage"):
                 answer.tokens = usage["completion_tokens"]
                 details = usage.get("prompt_tokens_details") or {}

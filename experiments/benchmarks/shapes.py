@@ -27,95 +27,44 @@ Shape = Literal[
     "tiny-experts",
     "tiny-windows",
 ]
+
+
+def _fields(family: str, *sizes: int, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
+    """Fields of config.json from V, E, F, L, H, K, and others by name."""
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    fields = dict(zip([*names.split(), "num_key_value_heads"], sizes, strict=True))
+    own = {} if head_dim is None else {"head_dim": head_dim}
+    return {"model_type": family, **fields, **own, **more}
+
+
+_SLIDING_FIRST = ["sliding_attention", "full_attention"]
 SHAPES: dict[Shape, dict[str, Any]] = {
-    "llama-3.1-8b": dict(
-        model_type="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+    "llama-3.1-8b": _fields("llama", 128256, 4096, 14336, 32, 32, 8, head_dim=128),
+    "llama-3.2-1b": _fields(
+        *("llama", 128256, 2048, 8192, 16, 32, 8), head_dim=64, tie_word_embeddings=True
+    ),
+    "qwen3-8b": _fields("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),
+    "qwen2.5-0.5b": _fields("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+    "qwen2.5-1.5b": _fields("qwen2", 151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
+    "qwen3-30b-a3b": _fields(
+        *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4),
         head_dim=128,
-    ),
-    "llama-3.2-1b": dict(
-        model_type="llama",
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-8b": dict(
-        model_type="qwen3",
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    ),
-    "qwen2.5-0.5b": dict(
-        model_type="qwen2",
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-1.5b": dict(
-        model_type="qwen2",
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-30b-a3b": dict(
-        model_type="qwen3_moe",
-        vocab_size=151936,
-        hidden_size=2048,
         moe_intermediate_size=768,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
-    "gpt-oss-20b": dict(
-        model_type="gpt_oss",
-        vocab_size=201088,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_hidden_layers=24,
-        num_attention_heads=64,
-        num_key_value_heads=8,
+    "gpt-oss-20b": _fields(
+        *("gpt_oss", 201088, 2880, 2880, 24, 64, 8),
         head_dim=64,
         num_local_experts=32,
         num_experts_per_tok=4,
         attention_bias=True,
         sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"] * 12,
+        layer_types=_SLIDING_FIRST * 12,
     ),
-    "gemma-3-4b": dict(
-        model_type="gemma3_text",
-        vocab_size=262208,
-        hidden_size=2560,
-        intermediate_size=10240,
-        num_hidden_layers=34,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+    "gemma-3-4b": _fields(
+        *("gemma3_text", 262208, 2560, 10240, 34, 8, 4),
         head_dim=256,
         query_pre_attn_scalar=256,
         sliding_window=1024,
@@ -125,56 +74,27 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         hidden_act="gelu_pytorch_tanh",
         tie_word_embeddings=True,
     ),
-    "tiny": dict(
-        model_type="llama",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    "tiny": _fields("llama", 512, 64, 128, 2, 4, 2, head_dim=16),
+    "tiny-heads": _fields("llama", 512, 64, 128, 2, 8, 8, head_dim=8),
+    "tiny-experts": _fields(
+        *("qwen3_moe", 512, 64, 128, 2, 4, 2),
         head_dim=16,
-    ),
-    "tiny-heads": dict(
-        model_type="llama",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=8,
-    ),
-    "tiny-experts": dict(
-        model_type="qwen3_moe",
-        vocab_size=512,
-        hidden_size=64,
         moe_intermediate_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
     ),
-    "tiny-windows": dict(
-        model_type="gpt_oss",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    "tiny-windows": _fields(
+        *("gpt_oss", 512, 64, 64, 4, 4, 2),
         head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=2,
         attention_bias=True,
         sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=_SLIDING_FIRST * 2,
     ),
 }
+LLAMA_2_7B = _fields("llama", 32000, 4096, 11008, 32, 32, 32, head_dim=128)
 COMMON: dict[str, Any] = dict(
     max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu"
 )

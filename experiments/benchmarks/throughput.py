@@ -37,16 +37,6 @@ from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.timing import about
 
 Part = Literal["batch", "prompt", "kcache"]
-LLAMA_2_7B: dict[str, Any] = dict(
-    model_type="llama",
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-)
 PAGE = 64
 
 
@@ -165,7 +155,7 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
 
 def measure_kcache(config: Config, add: Any) -> None:
     """Decoding at KCache's shape: the time between first and last tokens."""
-    fields = LLAMA_2_7B if config.shape != "tiny" else shapes.SHAPES["tiny"]
+    fields = shapes.LLAMA_2_7B if config.shape != "tiny" else shapes.SHAPES["tiny"]
     model = shapes.random_model(fields, jnp.dtype(config.dtype))
     context, new = config.kcache_context, config.kcache_tokens
     random = np.random.default_rng(0)

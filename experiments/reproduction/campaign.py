@@ -51,11 +51,10 @@ from dms_jax.evaluation import (
     Serving,
     System,
     evaluate,
-    evaluate_choices,
     hyperscale,
 )
 from dms_jax.evaluation.sandbox import Sandbox
-from dms_jax.evaluation.tasks import AIME, ARC, GSM8K, MATH500, MMLU, RULER, HumanEval, Mathematics
+from dms_jax.evaluation.tasks import AIME, GSM8K, MATH500, RULER, HumanEval, Mathematics
 from dms_jax.evaluation.tasks.ruler import ruler_tasks
 from dms_jax.generation import Sampling
 from dms_jax.model.language_model import LanguageModel
@@ -78,9 +77,8 @@ class Config:
     """Hugging Face directory, GGUF file or hub id of a model with a chat template."""
     data: pathlib.Path = pathlib.Path("data")
     """Folder with gsm8k/train.jsonl and test.jsonl, math/train.jsonl ("problem" and "solution" or
-    "answer"), math500/test.jsonl, amc23/test.jsonl, aime24/test.jsonl, mmlu/test,
-    humaneval/HumanEval.jsonl.gz, arc/ARC-Challenge-Test.jsonl. Pieces without their file are left
-    out, with a message.
+    "answer"), math500/test.jsonl, amc23/test.jsonl, aime24/test.jsonl and
+    humaneval/HumanEval.jsonl.gz. Pieces without their file are left out, with a message.
     """
     out: pathlib.Path = pathlib.Path("runs/campaign")
     """Run directory. The same command resumes a run."""
@@ -389,16 +387,6 @@ class Campaign:
         tasks = TASKS[task](self.file(FILES.get(task, "")))
         row: dict[str, Any] = dict(system=system.partition(":")[0], measure=task)
         row["run"] = int(system.partition(":")[2] or 0)
-        if isinstance(tasks, ARC | MMLU):
-            found = evaluate_choices(model, tasks, problems=self.config.problems, **common)
-            right = found.chosen == found.gold
-            return row | dict(
-                policy=model.resolve_policy(policy).to_dict(),
-                kv_dtype=kv_dtype,
-                problems=len(right),
-                peak=float(found.peak.mean()),
-                scores="".join("01"[int(each)] for each in right),
-            )
         many = task in SAMPLED
         sizes: Any = dict(problems=self.config.problems)
         if task == "held-out":
@@ -527,8 +515,6 @@ FILES = {  # path of a task's file in the data
     "amc23": "amc23/test.jsonl",
     "aime24": "aime24/test.jsonl",
     "humaneval": "humaneval/HumanEval.jsonl.gz",
-    "mmlu": "mmlu/test",
-    "arc": "arc/ARC-Challenge-Test.jsonl",
 }
 TASKS: dict[str, Callable[[pathlib.Path], Any]] = {
     "held-out": functools.partial(GSM8K, style="boxed"),
@@ -543,8 +529,6 @@ TASKS: dict[str, Callable[[pathlib.Path], Any]] = {
     "ruler-4k": lambda _: _others(4096),
     "ruler-16k": lambda _: _others(16384),
     "needles-16k": lambda _: [RULER(name, length=16384) for name in NEEDLES],
-    "mmlu": MMLU,
-    "arc": ARC,
 }
 LENGTHS: dict[str, Callable[[Config], tuple[int, ...]]] = {
     "gsm8k": lambda c: (max(c.new_tokens // 2, 1), c.new_tokens),
@@ -599,7 +583,7 @@ def pieces(campaign: Campaign) -> Iterator[Piece]:
                 yield frontier(task, system, temperature)
     others = ("gsm8k-8shot", "humaneval", "ruler-4k", "ruler-16k", "needles-16k")
     for system in (PLAIN, *systems):
-        for task in (*others, *SAMPLED, "mmlu", "arc"):
+        for task in (*others, *SAMPLED):
             yield ask(task, system)
     for task in ("gsm8k", "gsm8k-8shot", "math500", "ruler-4k", "ruler-16k"):
         yield ask(task, FLOAT8)

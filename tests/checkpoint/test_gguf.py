@@ -98,13 +98,6 @@ def test_mxfp4_experts(tmp_path):
     assert_same(model, directory)
 
 
-def test_experts_on_a_mesh(tmp_path):
-    convert(GOLDEN / "families" / "gpt_oss", tmp_path / "model.gguf")
-    whole = load(tmp_path / "model.gguf")
-    mesh = dms_jax.make_mesh(model=2)
-    assert_same(load(tmp_path / "model.gguf", mesh=mesh), whole)
-
-
 class Drawn(Tensors):
     """Random matrices of three experts, wider than the blocks in which they are transposed."""
 

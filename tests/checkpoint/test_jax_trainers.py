@@ -3,8 +3,6 @@
 import json
 
 import chex
-import numpy as np
-import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
@@ -33,29 +31,6 @@ def write_shards(directory, content, most):
     index = {"metadata": {"total_size": 4 * sum(sizes)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return len(shards)
-
-
-def test_maxtext_export_of_gemma_3(tmp_path):
-    """Names of transformers, with vision parts and without a generation config."""
-    usual = load(copy("families/gemma3", tmp_path / "usual"))
-    directory = copy("families/gemma3", tmp_path / "maxtext")
-    content = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in tensors(directory).items()
-    }
-    vision = "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
-    projector = "model.multi_modal_projector.mm_input_projection_weight"
-    content |= {name: np.ones((3, 3), np.float32) for name in (vision, projector)}
-    (directory / "model.safetensors").unlink()
-    assert write_shards(directory, content, 10_000) > 2
-    text = json.loads((directory / "config.json").read_text())
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    config |= {"text_config": text, "vision_config": {"hidden_size": 3}, "dtype": "float32"}
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-    with pytest.warns(UserWarning, match="reads images"):
-        model = load(directory)
-    assert model.config == usual.config
-    chex.assert_trees_all_equal(parameters(model), parameters(usual))
 
 
 def test_tunix_export_beside_an_old_index(tmp_path):

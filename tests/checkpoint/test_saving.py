@@ -178,14 +178,6 @@ def test_sharded_model_is_saved_whole(tmp_path):
     chex.assert_trees_all_equal(written, expected)
 
 
-def test_checkpoint_is_replaced(stories, tmp_path):
-    save(stories, TOVA(budget=64), tmp_path / "out", max_shard_bytes=300_000)
-    save(stories, stories.policy, tmp_path / "out")
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
-    assert load(tmp_path / "out").policy == Vanilla()
-    assert not list((tmp_path / "out").glob("*.index.json"))
-
-
 def test_permissions_are_those_of_the_umask(stories, tmp_path):
     before = os.umask(0o027)
     try:

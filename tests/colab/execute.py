@@ -3,7 +3,7 @@
     python -m tests.colab.execute               all of colab/*.ipynb, written in place
     python -m tests.colab.execute quickstart    one of them
 
-`make outputs` syncs the notebooks with their scripts first. The checkout itself stays as it is.
+The rest of the checkout stays as it is.
 """
 
 import argparse

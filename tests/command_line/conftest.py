@@ -1,4 +1,4 @@
-"""The model of these tests, and fake programs."""
+"""The model of these tests, and scores by arithmetic."""
 
 import pytest
 
@@ -9,15 +9,6 @@ def stories():
     import dms_jax  # after tests/conftest.py has set up jax
 
     return dms_jax.load(dms_jax.assets.path("stories260k"))
-
-
-@pytest.fixture
-def fakes():
-    """Replaces programs by fakes: a command's output format does not depend on the words."""
-    from tests.support.fake_programs import faked
-
-    with faked():
-        yield
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax import assets, terminal
+from dms_jax import terminal
 from dms_jax.command_line import evaluate
-from dms_jax.command_line.candidates import NOTE, change, gave_up, observed, read_candidates, table
-from dms_jax.evaluation import ChoiceResult, Measured
+from dms_jax.command_line.candidates import NOTE, gave_up, read_candidates
 
 TEXT = ("max_tokens=24", "window=8")  # three windows
 
@@ -186,47 +185,3 @@ def _perplexity(nats):
         peak=8.0,
         cache_bytes=128.0,
     )
-
-
-def test_choices_are_in_percent():
-    def result(gold):
-        return ChoiceResult(
-            settings={},
-            logprobs=(np.array([-1.0, -2.0]), np.array([-3.0, -2.0])),
-            lengths=(np.array([1, 1]), np.array([1, 1])),
-            gold=np.array(gold),
-            peak=np.array([5.0, 7.0]),
-            seconds=1.0,
-        )
-
-    right, half = result([0, 1]), result([1, 1])
-    figure, scores = observed(half)
-    assert figure == Measured(50.0, 50.0)
-    assert scores.tolist() == [0, 100]
-    assert change(half, right) == Measured(-50.0, 50.0)
-    shown = table({"a": right, "b": half}, "piqa")
-    assert [column.header for column in shown.columns] == ["policy", "right, %", "change", "peak"]
-
-
-@pytest.mark.nightly
-def test_policies_on_a_text_through_the_real_cache(tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text(assets.stories("valid")[0] * 2, encoding="utf-8")
-    config = evaluate.Config(
-        model="stories260k",
-        task="text",
-        task_options=(f"path={text}", "max_tokens=80", "window=40"),
-        policies=(
-            "Vanilla",
-            "StreamingLLM,compression_ratio=4",
-            "KCache,top=8",
-            "Vanilla,kv_dtype=float8_e4m3",
-        ),
-        page_size=16,
-    )
-    dense, streaming, _, float8 = evaluate.main(config).values()
-    assert dense.peak == 40
-    assert dense.reads == 41 / 2
-    assert streaming.peak == 10
-    assert streaming.reads == (55 + 30 * 10) / 40
-    assert dense.cache_bytes / 2 > float8.cache_bytes

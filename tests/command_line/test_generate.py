@@ -52,14 +52,6 @@ def test_file_gets_unwrapped_text(monkeypatch, capsys):
         )
 
 
-@pytest.mark.nightly
-def test_several_devices_print_the_text_of_one():
-    prompts = ("Once upon a time", "The cat", "Lily and Tom")
-    quick = dict(prompts=prompts, max_new_tokens=12, temperature=0.0, page_size=16, chunk=8)
-    alone = generate.main(generate.Config(**quick)).texts
-    assert generate.main(generate.Config(data_shards=2, model_shards=2, **quick)).texts == alone
-
-
 def test_more_shards_than_devices_are_refused(capsys):
     assert call(["Once", "--data-shards", "5", "--model-shards", "2"]) == 2
     assert "--data-shards 5 x --model-shards 2 takes 10 devices; there are 8." in " ".join(

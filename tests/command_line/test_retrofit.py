@@ -8,10 +8,8 @@ import pathlib
 import pytest
 
 import dms_jax
-from dms_jax import assets
 from dms_jax.command_line import retrofit
 from dms_jax.data import Exchange
-from dms_jax.model.low_rank import LowRank, low_rank_of
 
 STORIES, CUSTOM = (retrofit.PRESETS[name][1] for name in ("stories260k", "custom"))
 
@@ -32,30 +30,6 @@ def test_a_small_run_is_written_and_loads(tmp_path, capsys):
     assert model.policy == dms_jax.DMS(window=8, source="adapter")
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
     assert list((tmp_path / "tensorboard").glob("events*"))
-
-
-@pytest.mark.nightly
-def test_adapter_or_low_rank_training_writes_an_adapter(tmp_path, capsys):
-    config = dataclasses.replace(
-        STORIES,
-        out=tmp_path,
-        compression_ratio=1.1,
-        sequence_length=32,
-        batch_size=2,
-        options=("window=8",),
-        trainable="low_rank",
-        rank=2,
-        alpha=4.0,
-        adapter_only=True,
-    )
-    retrofit.main(config)
-    assert f"The adapter is in {tmp_path / 'model'}" in capsys.readouterr().out
-    model = dms_jax.load(assets.path(config.model), adapter=tmp_path / "model")
-    assert low_rank_of(model.transformer) == LowRank(2, 4.0)
-    assert model.policy == config.make_policy()
-    whole = dataclasses.replace(config, trainable=None, out=tmp_path / "whole")
-    with pytest.raises(dms_jax.ConfigError, match=r"adapter_only` .* trains all weights"):
-        retrofit.main(whole)
 
 
 def test_a_recipe_is_scaled_down():

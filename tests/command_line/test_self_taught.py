@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import gzip
 import json
 import math
 import pathlib
@@ -22,7 +21,7 @@ from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.data import Exchange
 from dms_jax.evaluation.journal import Journal
 from dms_jax.generation import Completion
-from dms_jax.model.low_rank import LowRank, low_rank_of
+from dms_jax.model.low_rank import LowRank
 
 _, STORIES = PRESETS["self-taught-stories260k"]
 TINY = dataclasses.replace(
@@ -141,19 +140,6 @@ def test_held_out_loss_of_answers_and_of_whole_sequences():
 
 
 @pytest.mark.nightly
-def test_the_result_is_a_small_adapter(stopped_and_run):
-    out = stopped_and_run.out
-    base = dms_jax.load(dms_jax.assets.path("stories260k"))
-    for name in ("model", "snapshots/1.5", "snapshots/2"):
-        folder = out / "training" / name
-        assert (folder / "dms_adapter.json").exists()
-        assert sum(file.stat().st_size for file in folder.iterdir()) < 100_000
-        model = dms_jax.load(base.source, adapter=folder)
-        assert low_rank_of(model.transformer) == LowRank(rank=2, alpha=TINY.alpha)
-        assert model.policy == dms_jax.DMS(window=8, source="adapter")
-
-
-@pytest.mark.nightly
 def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsys):
     """The commands of the documentation's first minutes, at a small size."""
     training = stopped_and_run.out / "training"
@@ -168,14 +154,6 @@ def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsy
     vanilla, dms, _ = json.loads(out.read_text())["systems"]
     assert (dms["name"], dms["policy"]["window"]) == ("DMS", 8)
     assert dms["peak"] < vanilla["peak"]
-
-
-@pytest.mark.nightly
-def test_page_has_figures_and_commands(stopped_and_run):
-    page = (stopped_and_run.out / "README.md").read_text()
-    assert page.startswith("# stories260k with DMS, taught by its own answers")
-    assert "| DMS, ratio 2 |" in page
-    assert "training/model, the adapter of stories260k." in page
 
 
 @pytest.mark.nightly
@@ -278,18 +256,6 @@ def test_prompts_of_every_form(stories, tmp_path):
     path.write_text(json.dumps(long) + "\n")
     with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
         reading.read_questions(config, model)
-
-
-@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.json", "p.csv"])
-def test_questions_of_every_kind_of_file(stories, tmp_path, name):
-    path, rows = tmp_path / name, ["Ask", "Tell"]
-    text = "".join(json.dumps({"question": row}) + "\n" for row in rows)
-    if name == "p.csv":
-        text = "question\nAsk\nTell\n"
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    config = dataclasses.replace(TINY, prompts=path, questions=1, held_out=1)
-    read = reading.read_questions(config, stories)
-    assert [read.tokens[number] for number in range(2)] == [*map(stories.tokenizer.encode, rows)]
 
 
 def test_held_out_prompts_are_not_trained_on(stories, tmp_path):

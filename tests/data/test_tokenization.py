@@ -5,7 +5,6 @@ import json
 import pathlib
 
 import chex
-import jax
 import numpy as np
 import pytest
 
@@ -22,14 +21,8 @@ from dms_jax.data import (
     encode_document,
     tokenization,
 )
-from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.tokenization import keep_encodable
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.training import train
-from dms_jax.training.parameters import parameters
-from dms_jax.training.recipe import Stage
-from tests.support.models import VOCABULARY
-from tests.training.tiny import LENGTH, documents, language_model, recipe
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 TEMPLATE = """{% for turn in messages %}
@@ -136,28 +129,6 @@ def test_encode_answers(document, tokenizer, tokens, answers):
 def test_document_without_answers_is_refused(document, tokenizer, message):
     with pytest.raises(DataError, match=message):
         encode_answers(document, tokenizer)
-
-
-@pytest.mark.nightly
-def test_loss_counts_only_answers():
-    """Unpredictable prompts add no loss; answers always do."""
-    random = np.random.default_rng(1)
-    documents = [Exchange(random.integers(0, 15, 6).tolist(), [20] * 6) for _ in range(32)]
-    losses = {}
-    for only in (False, True):
-        records = []
-        options = recipe(loss="language_modeling", packing="first_fit", answers_only=only)
-        model = language_model()
-        train(model, recipe=options, data=documents, on_step=records.append, progress=False)
-        losses[only] = records[0]["lm_loss"]
-    tokens = np.array([[*each.prompt, *each.response] for each in documents])[:, :LENGTH]
-    logits = np.asarray(language_model().logits(tokens), np.float64)
-    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-    costs = -np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
-    # The first step takes 4 of the 32 documents, which differ only in their prompts.
-    answers = costs[:, 5:].mean(1)
-    assert answers.min() <= losses[True] <= answers.max()
-    assert abs(losses[True] - losses[False]) > 1e-3
 
 
 def named(name):
@@ -290,55 +261,3 @@ def test_documents_without_answers_are_left_out(tokenizer):
         left = keep_encodable(AnswersOnly(Documents(rows, malformed=0.7)), tokenizer, 512)
     assert isinstance(left, AnswersOnly)
     assert everything(left) == rows[:1]
-
-
-def spoilt(rows):
-    """The rows, with a row outside the vocabulary after every fifth."""
-    return [
-        each
-        for place, row in enumerate(rows)
-        for each in ([row, [VOCABULARY]] if place % 5 == 0 else [row])
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot be encoded")
-def test_processes_leave_out_the_same_documents():
-    """Two processes draw the same rows as one, from the remaining documents."""
-
-    def drawn(rows, data):
-        source = keep_encodable(data, None, VOCABULARY)
-        rows_of_passes = process_batches(
-            source,
-            None,
-            assignment=RowAssignment((4,), 4, rows),
-            length=LENGTH,
-            packing="concatenate",
-            vocab_size=VOCABULARY,
-            seed=3,
-        )
-        return np.stack([next(rows_of_passes)["tokens"] for _ in range(12)])
-
-    clean = documents()
-    bad = Documents(spoilt(clean), malformed=0.5)
-    whole = drawn((0, 1, 2, 3), Documents(clean))
-    parts = [drawn(rows, bad) for rows in ((0, 1), (2, 3))]
-    chex.assert_trees_all_equal(drawn((0, 1, 2, 3), bad), whole)
-    chex.assert_trees_all_equal(np.concatenate(parts, axis=1), whole)
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:.*cannot be encoded")
-def test_resumed_run_keeps_the_order(tmp_path):
-    model = language_model()
-    options = dict(recipe=recipe(Stage("train", 4, 1e-2), loss="language_modeling"), progress=False)
-    bad = Documents(spoilt(documents()), malformed=0.5)
-    expected = train(model, data=documents(), **options)
-    with pytest.raises(KeyboardInterrupt):
-        train(model, data=bad, out=tmp_path, stop_after=1e-6, **options)
-    result = train(model, data=bad, out=tmp_path, **options)
-    chex.assert_trees_all_equal(
-        *(jax.device_get(parameters(each.transformer)) for each in (result, expected))
-    )
-    # If none were left out, the data and their order would differ.
-    with pytest.raises(ConfigError, match="a run with another `data`"):
-        train(model, data=Documents(spoilt(documents())), out=tmp_path, **options)

@@ -17,7 +17,6 @@ from dms_jax.evaluation import Serving, System, evaluate, hyperscale, summary_ta
 from dms_jax.evaluation.prompting import Chat, encode_problem
 from dms_jax.evaluation.result import Result
 from dms_jax.evaluation.tasks import GPQA
-from dms_jax.model.language_model import GenerationDefaults
 from tests.evaluation.tasks import published
 from tests.evaluation.tasks.published import text
 from tests.generation.support import stories
@@ -197,41 +196,6 @@ def test_figures_by_hand():
     assert table.splitlines()[2] == (
         "| made up | 50.0 ± 16.7 | 100.0 ± 0.0 | 100.0 ± 0.0 | 10 | 300 | 2.00 | 7 | 83% |"
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Long(Continue):
-    """The second problem is three times as long."""
-
-    name = "long"
-
-    def problem(self, split, index):
-        problem = super().problem(split, 0)
-        return dataclasses.replace(problem, prompt=" ".join([problem.prompt] * (1 + 2 * index)))
-
-
-@pytest.mark.nightly
-def test_each_problem_has_its_own_max_length():
-    """Half of the prompt and the longest answer, for each prompt separately."""
-    model = dataclasses.replace(stories(), generation=GenerationDefaults())
-    result = evaluate(
-        model,
-        Long(),
-        problems=2,
-        policy=dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget"),
-        sampling=dms_jax.Sampling(temperature=0, max_new_tokens=8),
-        serving=SERVING,
-    )
-    max_lengths = result.prompt_tokens + 8
-    assert max_lengths[1] > max_lengths[0] + 10
-    assert result.peak[:, 0].tolist() == [max_length // 2 + 1 for max_length in max_lengths]
-
-
-@pytest.mark.nightly
-def test_8_bit_cache_takes_half_the_bytes(vanilla):
-    small = run(serving=dataclasses.replace(SERVING, kv_dtype="float8_e4m3"))
-    assert small.settings["kv_dtype"] == "float8_e4m3"
-    assert small.cache_bytes.mean() < vanilla.cache_bytes.mean() / 1.9
 
 
 def test_bad_arguments_are_rejected():

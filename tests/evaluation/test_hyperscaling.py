@@ -26,7 +26,6 @@ from dms_jax.evaluation import (
 )
 from dms_jax.evaluation import journal as journal_module
 from dms_jax.evaluation.hyperscaling import Plan
-from dms_jax.generation import Engine
 from tests.evaluation.test_evaluating import BEGINNINGS, Continue
 from tests.generation.support import stories
 from tests.support.fake_programs import faked
@@ -144,23 +143,10 @@ def test_the_likeliest_answer_and_pass_at_w(whole):
             )
 
 
-def served(monkeypatch):
-    """The number of requests in each queue of the engine."""
-    sizes, serve = [], Engine.serve
-
-    def counted(self, source):
-        sizes.append(len(source.requests))
-        return serve(self, source)
-
-    monkeypatch.setattr(Engine, "serve", counted)
-    return sizes
-
-
-def test_one_run_serves_all_lengths_and_chains(monkeypatch, whole):
-    sizes = served(monkeypatch)
+def test_one_run_serves_all_lengths_and_chains(queues, whole):
     result = run(SYSTEMS[:1])
     # One greedy chain per problem, and two seeds with the longest answers and the most chains.
-    assert sizes == [4, 12, 12]
+    assert queues == [4, 12, 12]
     assert result.table() == "\n".join(whole.table().splitlines()[:8])
 
 
@@ -183,10 +169,9 @@ def test_every_system_has_greedy_points(whole):
     ]
 
 
-def test_compression_ratio_runs_each_length(monkeypatch):
-    sizes = served(monkeypatch)
+def test_compression_ratio_runs_each_length(queues):
     result = run([System("share", SHARE)], seeds=(0,), chains=(1,), problems=2)
-    assert sizes == [2, 2, 2, 2]
+    assert queues == [2, 2, 2, 2]
     assert [point.label for point in result.points] == [
         *("5-1-2@0", "12-1-2@0", "5-1-2@0.7", "12-1-2@0.7")
     ]
@@ -215,7 +200,7 @@ def test_systems_of_one_name_share_a_frontier():
 # -- interrupts -----------------------------------------------------------------------------------
 
 
-def test_interrupt_keeps_points_and_resumes(tmp_path, monkeypatch, whole):
+def test_interrupt_keeps_points_and_resumes(tmp_path, monkeypatch, queues, whole):
     """Ctrl-C in the middle of the second system."""
     add, added = journal_module.Journal.add, []
 
@@ -239,14 +224,14 @@ def test_interrupt_keeps_points_and_resumes(tmp_path, monkeypatch, whole):
     assert json.loads((tmp_path / "results.json").read_text())["points"] == [
         point.to_dict() for point in partial.points
     ]
-    sizes = served(monkeypatch)
+    queues.clear()
     again = run(out=tmp_path)
-    assert sum(sizes) == 24 - 1
+    assert sum(queues) == 24 - 1
     assert again.table() == whole.table()
     assert again.to_dict() == whole.to_dict()
-    sizes.clear()
+    queues.clear()
     assert run(out=tmp_path).to_dict() == again.to_dict()
-    assert sizes == []
+    assert queues == []
     assert again.table() in (tmp_path / "table.md").read_text()
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(
         json.dumps(again.to_dict())

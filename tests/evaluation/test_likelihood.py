@@ -1,4 +1,4 @@
-"""Likelihoods from the cache against plain passes, questions and perplexity."""
+"""Likelihoods from the cache against plain passes, and perplexity."""
 
 import dataclasses
 import math
@@ -8,21 +8,18 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.errors import CapacityError, DataError
+from dms_jax.errors import DataError
 from dms_jax.evaluation import (
     Serving,
     encode_pair,
-    evaluate_choices,
     likelihoods,
     perplexity,
     serving,
 )
 from dms_jax.evaluation.perplexity import cut_into_windows
-from dms_jax.evaluation.tasks import ARC, PIQA
 from dms_jax.generation import memory
 from dms_jax.generation.runner import Runner
-from tests.evaluation.tasks import published
-from tests.evaluation.tasks.published import lines, text
+from tests.evaluation.tasks.published import text
 from tests.generation.support import log_softmax, model_for, prompts, stories
 from tests.support.instances import further
 
@@ -121,20 +118,6 @@ def test_continuations_of_many_lengths_share_programs(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_lanes_and_memory_change_nothing():
-    """One at a time, and in a pool that holds only one longest sequence."""
-    want = likelihoods(stories(), PAIRS, serving=SERVING)
-    assert_same(likelihoods(stories(), PAIRS, serving=dataclasses.replace(SERVING, lanes=1)), want)
-    config = stories().config
-    page = 2 * 16 * config.head_dim * 4
-    pages = 2 * config.num_layers * config.num_kv_heads
-    small = dataclasses.replace(SMALL_PAGES, memory=pages * page)
-    assert_same(likelihoods(stories(), PAIRS, serving=small), want)
-    with pytest.raises(CapacityError, match=r"cannot hold .* of prompt 1 "):
-        likelihoods(stories(), PAIRS, serving=dataclasses.replace(small, memory=pages * page / 2))
-
-
-@pytest.mark.nightly
 def test_compression_ratio_applies_to_each_sequence():
     """Half of 30 and of 9 tokens, in one batch, also with a common context."""
     policy = dms_jax.TOVA(compression_ratio=2, prefill="evict_past_budget")
@@ -202,38 +185,6 @@ def test_context_and_continuation_are_encoded_together():
     begin, after = encode_pair(stories(), "", "Once")
     assert begin == (tokenizer.bos_token_id,)
     assert after == tuple(tokenizer.encode("Once", add_special_tokens=False))
-
-
-# -- questions ------------------------------------------------------------------------------------
-
-
-def test_questions_are_answered_by_the_likeliest_option(tmp_path):
-    """A likely and an unlikely option; a long one wins only when normalised by characters."""
-    records = [
-        {"query": "Once upon a time, there was a little", "choices": ["girl", "xqz"], "gold": 0},
-        {"query": "Lily was happy. Lily was", "choices": ["xqz", "happy"], "gold": 0},
-    ]
-    result = evaluate_choices(stories(), ARC(lines(tmp_path / "a.jsonl", records)), serving=SERVING)
-    assert result.chosen.tolist() == [0, 1]
-    assert result.accuracy.value == 0.5
-    assert result.lengths[0].tolist() == [4, 3]
-    context, first = encode_pair(stories(), f"{records[0]['query']}\nAnswer:", " girl")
-    (alone,) = likelihoods(stories(), [(context, first)], serving=SERVING)
-    assert result.logprobs[0][0] == pytest.approx(alone.logprob, abs=1e-4)
-    norm = [each / length for each, length in zip(result.logprobs, result.lengths, strict=True)]
-    assert result.chosen_norm.tolist() == [int(np.argmax(each)) for each in norm]
-    data = result.to_dict()
-    assert data["acc"] == [0.5, pytest.approx(0.5)]
-    assert data["task"]["name"] == "arc"
-    assert data["per_question"]["gold"] == [0, 0]
-
-
-def test_invalid_questions_are_refused(tmp_path):
-    path = lines(tmp_path / "a.jsonl", published.PIQA)
-    with pytest.raises(DataError, match="holds 1 problems, and number 1"):
-        evaluate_choices(stories(), PIQA(path), problems=2)
-    with pytest.raises(DataError, match="tokenizer"):
-        evaluate_choices(dataclasses.replace(stories(), tokenizer=None), PIQA(path))
 
 
 # -- perplexity -----------------------------------------------------------------------------------

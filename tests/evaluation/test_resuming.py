@@ -43,18 +43,6 @@ def same(left, right):
             assert str(one) == str(other), field.name
 
 
-def calls_of(monkeypatch):
-    """The sizes of the engine's queues."""
-    sizes, serve = [], Engine.serve
-
-    def counted(self, source):
-        sizes.append(len(source.requests))
-        return serve(self, source)
-
-    monkeypatch.setattr(Engine, "serve", counted)
-    return sizes
-
-
 def test_answers_are_written_while_the_device_runs(tmp_path, monkeypatch):
     late, serve = [], Engine.serve
 
@@ -67,17 +55,15 @@ def test_answers_are_written_while_the_device_runs(tmp_path, monkeypatch):
     assert late == [True]
 
 
-def test_all_problems_share_one_queue(monkeypatch, whole):
-    sizes = calls_of(monkeypatch)
+def test_all_problems_share_one_queue(queues, whole):
     same(run(), whole)
-    assert sizes == [8]
+    assert queues == [8]
 
 
-def test_token_by_token_prompts_start_together(monkeypatch):
-    sizes = calls_of(monkeypatch)
+def test_token_by_token_prompts_start_together(queues):
     policy = dms_jax.TOVA(budget=20, prefill="evict_past_budget")
     run(policy=policy, sampling=dataclasses.replace(SAMPLING, max_new_tokens=1))
-    assert sizes == [2, 2, 2, 2]
+    assert queues == [2, 2, 2, 2]
 
 
 def test_files_of_an_evaluation(tmp_path, whole):
@@ -96,7 +82,7 @@ class Enough(Exception):
     pass
 
 
-def test_interrupted_evaluation_resumes(tmp_path, monkeypatch, whole):
+def test_interrupted_evaluation_resumes(tmp_path, monkeypatch, queues, whole):
     add, added = module.Journal.add, []
 
     def third(self, *arguments):
@@ -114,13 +100,13 @@ def test_interrupted_evaluation_resumes(tmp_path, monkeypatch, whole):
     assert len(path.read_text().splitlines()) == 4
     with path.open("a") as file:
         file.write('{"problem": 3, "cha')  # cut short in the middle of a line
-    sizes = calls_of(monkeypatch)
+    queues.clear()
     same(run(tmp_path), whole)
-    assert sizes == [5]
+    assert queues == [5]
     same(run(tmp_path), whole)
-    assert sizes == [5]  # nothing was left to do
+    assert queues == [5]  # nothing was left to do
     more = run(tmp_path, problems=5, chains=3)
-    assert sizes == [5, 15 - 8]
+    assert queues == [5, 15 - 8]
     same(more, run(problems=5, chains=3))
 
 

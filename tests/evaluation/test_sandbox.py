@@ -1,16 +1,14 @@
 """What a sandbox permits, how it reports failures, and what it refuses.
 
-Escape attempts are code that continues only if it got out, and then returns 2.
+Escape attempts are code that continues only if it got out, and then ends with status 2.
 """
 
 import contextlib
 import dataclasses
-import errno
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -20,88 +18,60 @@ import pytest
 
 from dms_jax.errors import CapacityError, ConfigError
 from dms_jax.evaluation import sandbox
-from dms_jax.evaluation.sandbox import Run, Sandbox, side_by_side
+from dms_jax.evaluation.sandbox import Sandbox, side_by_side
 from tests.support.containment import needs_containment
 from tests.support.instances import nightly_but
 
 pytestmark = needs_containment
 SANDBOX = Sandbox(seconds=20, wall_seconds=30)
-SMALL = Sandbox(seconds=1, wall_seconds=30, megabytes=256, output_megabytes=1)
+SMALL = Sandbox(seconds=1, wall_seconds=30, megabytes=256)
 # A refused attack ends by itself; the first allocation of memory can take a second.
 REFUSING = dataclasses.replace(SMALL, seconds=20)
 SECRET = "the secret of another process"
 
 
 @pytest.mark.parametrize(
-    ("source", "stdin", "output"),
+    "source",
     [
-        ("print(int(input()) + 1)", "41\n", "42\n"),
-        ("print(open(0).read().upper())", "ä\n", "Ä\n\n"),
-        ("import sys\nprint(len(sys.stdin.read()))", "x" * 1_000_000, "1000000\n"),
-        ("print(__name__)\nquit()\nprint(1)", "", "__main__\n"),
-        ("import sys\nsys.exit()", "", ""),
-        ("print(sorted({'a', 'b', 'c'}, key=hash) == sorted('abc', key=hash))", "", "True\n"),
-        ("import random\nprint(random.random())", "", "0.8444218515250481\n"),  # of seed 0
-        (
-            "import asyncio, bisect, collections, dataclasses, decimal, fractions, functools\n"
-            "import heapq, itertools, math, numbers, re, statistics, string, typing, zoneinfo\n"
-            "@dataclasses.dataclass\nclass A:\n    x: 'int'\n"
-            "print(A(1), typing.get_type_hints(A))",
-            "",
-            "A(x=1) {'x': <class 'int'>}\n",
-        ),
-        (
-            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
-            "def deep(n): return n and 1 + deep(n - 1)\n"
-            "def main(): print(deep(50_000))\n"
-            "t = threading.Thread(target=main)\nt.start()\nt.join()",
-            "",
-            "50000\n",
-        ),
+        "print(1)\nassert __name__ == 'answer'",
+        "assert sorted({'a', 'b', 'c'}, key=hash) == sorted('abc', key=hash)",
+        "import random\nassert random.random() == 0.8444218515250481",  # of seed 0
+        "import os, sys\nassert not os.environ\nassert sys.argv == ['answer.py']",
+        "import os\nfor _ in range(9): os.write(1, bytes(1 << 20))",  # discarded
+        "import sys\nassert sys.stdin.read() == ''",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(999,)).start()",
+        "import asyncio, bisect, collections, dataclasses, decimal, fractions, functools\n"
+        "import heapq, itertools, math, numbers, re, statistics, string, typing, zoneinfo\n"
+        "@dataclasses.dataclass\nclass A:\n    x: 'int'\n"
+        "assert typing.get_type_hints(A) == {'x': int}",
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
+        "found = []\ndef deep(n): return n and 1 + deep(n - 1)\n"
+        "t = threading.Thread(target=lambda: found.append(deep(50_000)))\n"
+        "t.start()\nt.join()\nassert found == [50_000]",
     ],
 )
-def test_programs_can_compute(source, stdin, output):
-    run = SANDBOX.run(source, stdin)
-    assert (run.output, run.failure) == (output, "")
+def test_programs_can_compute(source, monkeypatch):
+    monkeypatch.setenv("TOKEN_OF_SOMEBODY", "x")
+    assert SANDBOX.run(source) == ""
 
 
 def test_failures_are_explained():
-    assert SANDBOX.run("print(1)\n1 / 0") == Run("1\n", "status 1")
-    assert SANDBOX.run("import sys\nsys.exit(3)").failure == "status 3"
-    assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)").failure == "status -15"
-    assert SANDBOX.call("def f(): return object", "f", []) == Run(None, "status 1")
-    assert SANDBOX.call("def g(): return 1", "f", []).failure == "status 1"
-    assert SANDBOX.call("import os\nos._exit(0)", "f", []).failure == "no value"
-    forged = "import os\nfor each in range(3, 64):\n    try: os.write(each, b'{}\\n')\n"
-    forged += "    except OSError: pass\ndef f(): return 2"
-    assert SANDBOX.call(forged, "f", []).failure == "no value"
-
-
-def test_calls_return_json():
-    """A method hides a function; output is not the result; threads do not keep it alive."""
-    source = (
-        "import threading, time\nprint('[')\ndef f(x): return 0\n"
-        "class Solution:\n    def f(self, x):\n        print(x)\n"
-        "        return [(x, 'ä'), {'a': None}]\n"
-        "threading.Thread(target=time.sleep, args=(999,)).start()"
-    )
-    assert SANDBOX.call(source, "f", [2.5]) == Run([[2.5, "ä"], {"a": None}])
+    assert SANDBOX.run("1 / 0") == "status 1"
+    assert SANDBOX.run("quit()") == "status 0"
+    assert SANDBOX.run("import sys\nsys.exit(3)") == "status 3"
+    assert SANDBOX.run("import os\nos.kill(os.getpid(), 15)") == "status -15"
+    assert SANDBOX.run("bytearray(1 << 31)") == "status 1"
 
 
 def test_cpu_timeout_is_reported():
     """Not as the signal that ended the process: other limits and the code send signals too."""
-    short, loop = Sandbox(seconds=1, wall_seconds=60), "while True: pass"
-    judgements = [
-        lambda: short.run(f"print(1, flush=True)\n{loop}").failure,
-        lambda: short.call(f"def f():\n    {loop}", "f", []).failure,
-    ]
-    assert side_by_side(judgements) == ["time"] * 2
-    assert SANDBOX.run("import os\nos.kill(os.getpid(), 9)").failure == "status -9"
+    assert Sandbox(seconds=1, wall_seconds=60).run("while True: pass") == "time"
+    assert SANDBOX.run("import os\nos.kill(os.getpid(), 9)") == "status -9"
 
 
 def test_parallel_judgements_keep_their_order():
-    runs = side_by_side([lambda i=i: SANDBOX.run(f"print({i})").output for i in range(6)])
-    assert runs == [f"{i}\n" for i in range(6)]
+    runs = side_by_side([lambda i=i: SANDBOX.run(f"quit({i})") for i in range(6)])
+    assert runs == [f"status {i}" for i in range(6)]
     assert side_by_side([]) == []
 
 
@@ -156,9 +126,8 @@ def test_missing_mechanism_is_named(lacking, old, new, message):
         with pytest.raises(ConfigError, match=rf"lacks {message}.*Sandbox\(allow_weaker=True\)"):
             judge()
     weaker = Sandbox(allow_weaker=True, wall_seconds=30, megabytes=256)
-    assert weaker.run("print(1)").output == "1\n"
-    assert weaker.call("def f(x): return x + 1", "f", [1]).output == 2
-    assert weaker.run("bytearray(1 << 30)").failure == "status 1"
+    assert weaker.run("print(1)") == ""
+    assert weaker.run("bytearray(1 << 30)") == "status 1"
 
 
 def test_limits_too_small_are_named():
@@ -169,16 +138,10 @@ def test_limits_too_small_are_named():
 
 
 def test_failed_start_is_an_error_not_a_score(monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     SANDBOX.require()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(CapacityError, match="could not start a process: No such file"):
         SANDBOX.run("print(1)")
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(CapacityError, match="Too many open files"):
-        SANDBOX.call("def f(): return 1", "f", [])
 
 
 def test_other_systems_are_refused(monkeypatch):
@@ -197,15 +160,12 @@ REFUSED = {
     "exec": "os.execv('/bin/true', ['true'])",
     # memory
     "100 GB at once": "bytearray(100 << 30)",
-    "100 GB bit by bit": "held = []\nwhile True: held.append(bytearray(1 << 20))",
-    "a file in memory": "os.memfd_create('x')",
     "a larger limit": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     # files
     "write": "open('{folder}/new', 'w')",
     "fill the disk": "file = tempfile.TemporaryFile()\nwhile True: file.write(bytes(1 << 20))",
     "remove": "os.unlink('{folder}/secret')",
     "rename": "os.rename('{folder}/secret', '{folder}/new')",
-    "hard link": "os.link('{folder}/secret', '{folder}/new')",
     "mode": "os.chmod('{folder}/secret', 0o777)",
     "read a secret": "open('{folder}/secret').read()",
     "read a link to a secret": "open('{folder}/link').read()",
@@ -214,27 +174,20 @@ REFUSED = {
     "read the parent's environment": "open(f'/proc/{{os.getppid()}}/environ', 'rb').read()",
     # network
     "TCP to this machine": "socket.create_connection(('127.0.0.1', {port}))",
-    "IPv6": "socket.socket(socket.AF_INET6)",
     "UDP": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
     "UNIX socket": "socket.socket(socket.AF_UNIX).connect('{folder}/unix')",
     # signals to others, and other ways to harm them
     "kill the parent": "os.kill(os.getppid(), 9)",
-    "kill everybody": "os.kill(-1, 9)",
-    "kill by descriptor": "signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
     "survive the parent": "libc('prctl', 1, 0, 0, 0, 0)",
     "limit the parent": "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
     "ptrace the parent": "libc('ptrace', 16, os.getppid(), 0, 0)",
     # privileges
     "namespaces": "os.unshare(os.CLONE_NEWUSER)",
-    "become another user": "os.setuid(1)",
 }
 # System calls, by their numbers on x86-64.
 CALLS = {
-    "queue a signal": "129, os.getppid(), 9, bytes(128)",
     "read memory of the parent": "310, os.getppid(), bytes(16), 1, bytes(16), 1, 0",
-    "io_uring": "425, 8, bytes(256)",
     "calls of x32": "0x40000000 | 39",
-    "a namespace with a thread": "56, 0x30D00, 0, 0, 0, 0",
 }
 if os.uname().machine == "x86_64":
     REFUSED |= {name: f"libc('syscall', {call})" for name, call in CALLS.items()}
@@ -249,11 +202,6 @@ ENDED = {
         "code.write(bytes.fromhex('b801000000cd80c3'))  # exit(0), by its number of 32 bits\n"
         "ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()"
     ),
-    "write to every descriptor": (
-        "for each in range(64):\n"
-        "    try: os.write(each, b'{{}}\\nnull\\n[2\\n')\n"
-        "    except OSError: pass"
-    ),
 }
 MODULES = ("ctypes", "mmap", "os", "resource", "signal", "socket", "subprocess", "tempfile")
 LIBC = """
@@ -263,8 +211,7 @@ def libc(name, *arguments):
         error = ctypes.get_errno()
         raise PermissionError if error == 1 else LookupError(error)
 """
-# The exceptions of a refusal. Anything else is a mistake in the attack.
-REFUSALS = "FileNotFoundError MemoryError OSError PermissionError ValueError"
+REFUSALS = "MemoryError, OSError, ValueError"  # PermissionError and FileNotFoundError are OSErrors
 
 
 @pytest.fixture(scope="module")
@@ -282,12 +229,14 @@ def outside(tmp_path_factory):
 
 
 def attack(code, folder="", port=0):
-    """A module with f, which returns 2 if the code reaches its end, else what stopped it."""
-    body = textwrap.indent(code.format(folder=folder, port=port), "        ")
+    """A program that ends with status 2 if the code reaches its end, and with 3 if it is refused.
+
+    Any other exception is a mistake in the attack.
+    """
+    body = textwrap.indent(code.format(folder=folder, port=port), "    ")
     imports = "".join(f"import {name}\n" for name in MODULES if name in code)
     return (
-        f"import os\n{imports}{LIBC}\ndef f(x):\n    try:\n{body}\n        return 2\n"
-        "    except BaseException as error:\n        return type(error).__name__\n"
+        f"import os\n{imports}{LIBC}\ntry:\n{body}\nexcept ({REFUSALS}): os._exit(3)\nos._exit(2)\n"
     )
 
 
@@ -315,12 +264,11 @@ def test_escapes_fail(outside, name):
     state = (folder / "secret").stat()
     code = attack((REFUSED | ENDED)[name], folder, tcp.getsockname()[1])
     begin = time.monotonic()
-    call = (SMALL if name in ENDED else REFUSING).call(code, "f", [1])
+    failure = (SMALL if name in ENDED else REFUSING).run(code)
     if name in ENDED:
-        assert call.failure
-        assert call.output is None
+        assert failure not in ("", "status 2", "status 3")
     else:
-        assert call.output in REFUSALS.split()
+        assert failure == "status 3"
     assert time.monotonic() - begin < SMALL.wall_seconds, "a limit on the clock had to end it"
     # Nothing outside has changed, no socket was used, and no process stays.
     assert (folder / "secret").read_text() == SECRET
@@ -342,33 +290,16 @@ def test_control_attacks_work_outside_the_sandbox(outside):
     """The attacks are well formed: outside the sandbox they reach the end."""
     folder, tcp, _ = outside
     for name in ("read a secret", "read a link to a secret", "read through ..", "list a folder"):
-        names = {}
-        exec(attack(REFUSED[name], folder, tcp.getsockname()[1]), names)
-        assert names["f"](1) == 2
-    assert SMALL.call(attack("pass"), "f", [1]).output == 2
+        code = attack(REFUSED[name], folder, tcp.getsockname()[1])
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 2
+    assert SMALL.run(attack("pass")) == "status 2"
 
 
 def test_wall_clock_timeout():
     short = Sandbox(wall_seconds=2)
     begin = time.monotonic()
-    assert short.run("import time\nwhile True: time.sleep(1000)").failure == "time"
+    assert short.run("import time\nwhile True: time.sleep(1000)") == "time"
     assert time.monotonic() - begin < 30
-
-
-def test_output_limit():
-    run = SMALL.run("import os\nwhile True: os.write(1, bytes(1 << 20))")
-    assert run.failure == "output"
-    assert run.output == ""
-    assert SMALL.run("print('x' * 1000)").output == "x" * 1000 + "\n"
-    big = SMALL.call("def f(x): return 'x' * (8 << 20)", "f", [1])
-    assert big.failure == "output"
-
-
-def test_the_environment_is_empty(monkeypatch):
-    monkeypatch.setenv("TOKEN_OF_SOMEBODY", "x")
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")  # a process of Python, not of the answer
-    run = SMALL.run("import os, sys\nprint(dict(os.environ), sys.argv, os.getcwd())")
-    assert run.output == "{} ['answer.py'] /\n"
 
 
 @pytest.mark.nightly

@@ -3,19 +3,15 @@
 import json
 import math
 
-import chex
 import numpy as np
 import pytest
 
 from dms_jax.errors import DataError
 from dms_jax.evaluation import (
-    Level,
     Measured,
-    at_budget,
     average_gain,
     difference,
     frontier,
-    gain_at,
     majority,
     mean_over_problems,
     mean_over_seeds,
@@ -120,24 +116,3 @@ def test_average_gain_integrates_linear_frontiers():
     assert average_gain([(0, 0.0), (1, 1.0), (2, 0.3)], [(0, 0.0), (2, 0.0)]) == pytest.approx(0.75)
     assert average_gain([(1, 0.1), (2, 0.2)], [(3, 0.1), (4, 0.2)]) is None
     assert average_gain([], [(1, 0.5)]) is None
-
-
-def test_interpolation_is_linear_in_log_budget():
-    low, high = Level(10, np.array([[0.0, 0.0]])), Level(1000, np.array([[1.0, 0.5]]))
-    chex.assert_trees_all_close(at_budget([high, low], 100), np.array([[0.5, 0.25]]), rtol=1e-7)
-    chex.assert_trees_all_close(at_budget([high, low], 1000), np.array([[1.0, 0.5]]), rtol=1e-7)
-    assert at_budget([high, low], 1001) is None
-    assert at_budget([high, low], 9) is None
-    with pytest.raises(DataError, match="interpolated"):
-        at_budget([low, Level(1000, np.ones((2, 2)))], 100)
-    with pytest.raises(DataError, match="positive"):
-        Level(0, low.scores)
-
-
-def test_gain_at_equal_budget_is_paired():
-    baseline = [Level(10, np.array([[0.0, 0, 1]])), Level(1000, np.array([[1.0, 0, 1]]))]
-    # The baseline would score 0.5, 0, 1 at 100; the system scores 1, 0, 1.
-    gain = gain_at(Level(100, np.array([[1.0, 0, 1]])), baseline)
-    assert gain.value == pytest.approx(0.5 / 3)
-    assert gain.error == pytest.approx(np.std([0.5, 0, 0], ddof=1) / math.sqrt(3))
-    assert gain_at(Level(2000, np.ones((1, 3))), baseline) is None

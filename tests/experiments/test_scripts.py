@@ -40,8 +40,7 @@ RUNS: dict[str, dict] = {
         model_parallel=(1, 2),
         data_parallel=(2,),
     ),
-    "benchmarks.engine": dict(host=True, lanes=4, requests=9, clients=3, runs=1, regex="(.|\n)*"),
-    "benchmarks.engine, whole calls": dict(
+    "benchmarks.engine": dict(
         shape="tiny",
         lanes=2,
         requests=3,

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import inspect
 import json
 import re
 import types
@@ -15,9 +16,9 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling, grammar
+from dms_jax.generation import Engine, Sampling, checked_steps, grammar, programs
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import Grammar, GrammarError, TokenMasks
+from dms_jax.generation.grammar import Grammar, GrammarError, Matcher, masks_of
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.generation.sampling import LanesFilter, sample
@@ -110,6 +111,33 @@ def test_only_allowed_tokens_are_drawn(together):
             assert (tokens != likeliest).any()
 
 
+def test_tokens_drawn_again_follow_the_masked_distribution():
+    """A free draw that is allowed, else one under the mask: shares of 40,000 draws."""
+    rows, size = 40_000, 6
+    logits = np.array([2.0, 1.5, 0.5, 0.0, -0.5, -1.0])
+    allowed = np.array([False, True, False, True, True, False])
+    everything = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, size))
+    seeds = jnp.stack([jnp.arange(rows), jnp.zeros(rows, int)], 1).astype(jnp.uint32)
+    positions, rule = jnp.zeros(rows, jnp.int32), Sampling(temperature=1.0).filter
+    free, _ = sample(everything, programs.request_keys(seeds), positions, rule)
+    refused = np.flatnonzero(~allowed[np.asarray(free)]).astype(np.int32)
+    assert 0.5 < len(refused) / rows < 0.7
+    redraw = inspect.unwrap(programs.redraw)
+    _, tokens = redraw(
+        types.SimpleNamespace(unembed=lambda hidden: hidden),
+        programs.Source(everything, positions),
+        free,
+        refused,
+        bits(np.broadcast_to(allowed, (len(refused), size))),
+        seeds,
+        rule,
+    )
+    found = np.bincount(np.asarray(tokens), minlength=size) / rows
+    want = np.where(allowed, np.exp(logits), 0)
+    want /= want.sum()
+    chex.assert_trees_all_close(found, want, atol=4 * np.sqrt(0.25 / rows))
+
+
 # -- the engine ----------------------------------------------------------------------------------
 
 
@@ -160,14 +188,14 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     """Requests without a grammar use the ordinary programs."""
     chunks, runner = [], engine.runner
-    decode, masked = runner.decode, runner.decode_masked
+    decode, checked = runner.decode, runner.decode_checked
     monkeypatch.setattr(
         runner, "decode", lambda *given, **more: chunks.append("whole") or decode(*given, **more)
     )
     monkeypatch.setattr(
         runner,
-        "decode_masked",
-        lambda *given, **more: chunks.append("step") or masked(*given, **more),
+        "decode_checked",
+        lambda *given, **more: chunks.append("step") or checked(*given, **more),
     )
     short = dataclasses.replace(GREEDY, max_new_tokens=20, grammar=Grammar.regex("[a-z]{2}"))
     requests = requests_of(PROMPTS[:2], [dataclasses.replace(GREEDY, max_new_tokens=20), short])
@@ -251,6 +279,24 @@ def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
         assert sent[other.index] == (other.generated, other.text)
 
 
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("tokens", [27, 40])
+def test_lanes_with_void_steps_reach_their_length(tokens, monkeypatch):
+    """A chunk counts all its steps until it is collected, so the next one may plan too few."""
+    monkeypatch.setattr(checked_steps, "MOST_REFUSED", 2)
+    options = dict(max_tokens=64, page_size=16, prefill_chunk=16, num_lanes=4)
+    pairs = Grammar.regex("([ a-z]{1,6}!){200,}")
+    samplings = [Sampling(max_new_tokens=tokens, grammar=pairs, seed=seed) for seed in range(4)]
+    found = []
+    for chunk in (1, 4, 8):
+        requests = requests_of(PROMPTS, samplings)
+        serve_arrivals(Engine(stories(), dms_jax.Vanilla(), chunk=chunk, **options), [requests])
+        found.append([(each.generated, each.finish_reason) for each in requests])
+        assert all(re.fullmatch("([ a-z]{1,6}!)*[ a-z]{0,6}", each.text) for each in requests)
+    assert found[0] == found[1] == found[2]
+    assert {len(generated) for generated, _ in found[0]} == {tokens}
+
+
 # -- refusals ------------------------------------------------------------------------------------
 
 
@@ -301,14 +347,16 @@ def test_missing_llguidance_names_extra(monkeypatch):
 
 def test_opening_forces_its_tokens():
     tokens = (33, 69, 31)
-    masks, matcher = TokenMasks(2, 70), grammar.OpeningMatcher(grammar.Opening(tokens))
-    request, found = types.SimpleNamespace(matcher=matcher), masks.next({1: matcher})
+    matcher = grammar.OpeningMatcher(grammar.Opening(tokens))
     for token in tokens:
+        assert matcher.only == token
+        found = masks_of({1: matcher}, 2, 70)
         bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
         assert bits[0].all()
         assert np.flatnonzero(bits[1]).tolist() == [token]
-        found = masks.after({1: request}, np.array([5, token]), np.array([1, 1]), end_tokens=())
-    assert (found == -1).all()
+        matcher.read()
+    assert matcher.only is None
+    assert (masks_of({1: matcher}, 2, 70) == -1).all()
     matcher.restart([33])
     assert matcher.only == 69
 
@@ -336,17 +384,48 @@ def test_grammar_of_any_text_changes_no_answer(name):
         assert one.usage.peak_tokens == other.usage.peak_tokens
 
 
+UNDOABLE = {
+    "vanilla": dms_jax.Vanilla(),
+    "dms": MECHANISMS["dms"],
+    "without a window": dms_jax.RandomEviction(window=0, rate=0.6),
+    "streaming": dms_jax.StreamingLLM(budget=12, sinks=2),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", UNDOABLE)
+def test_steps_taken_back_change_no_answer(name, monkeypatch):
+    """Each refused token costs a step, unless the check comes before it."""
+    people = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON), logprobs=True)
+    samplings = [people, dataclasses.replace(GREEDY, max_new_tokens=20, logprobs=True)]
+    assert UNDOABLE[name].can_undo
+    model = dataclasses.replace(stories(), policy=UNDOABLE[name])
+    engine = Engine(model, UNDOABLE[name], max_tokens=64, **SHAPE)
+    runs = []
+    for undoes in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(checked_steps, "MOST_REFUSED", 2 if undoes else 0)
+            requests = requests_of(PROMPTS[:2], samplings)
+            serve_arrivals(engine, [requests])
+            runs.append(requests)
+    assert is_person(runs[0][0].text)
+    for one, other in zip(*runs, strict=True):
+        assert one.generated == other.generated
+        chex.assert_trees_all_close(np.array(one.logprobs), np.array(other.logprobs), atol=1e-4)
+        for what in ("live_tokens", "kv_reads", "peak_tokens", "new_tokens"):
+            assert getattr(one.usage, what) == getattr(other.usage, what)
+
+
 def test_too_complex_grammar_names_its_request(engine, monkeypatch):
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
     requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
-    after = TokenMasks.after
+    allows = Matcher.try_consume
 
-    def wrong(self, requests, *given, **more):
-        for each in requests.values():
-            each.matcher.compiled.consume_token(500)  # a token that no state of the grammar allows
-        return after(self, requests, *given, **more)
+    def wrong(self, token):
+        self.compiled.consume_token(500)  # a token that no state of the grammar allows
+        return allows(self, token)
 
-    monkeypatch.setattr(TokenMasks, "after", wrong)
-    with pytest.raises(GrammarError, match=r"after token 1: .*satisfy") as error:
+    monkeypatch.setattr(Matcher, "try_consume", wrong)
+    with pytest.raises(GrammarError, match=r"to its end: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}

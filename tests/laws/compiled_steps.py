@@ -138,9 +138,12 @@ def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
 
 
 def memory_of_single(policy, pool_factor: int, place: NamedSharding) -> dict:
-    """Returns the same for one step without its draw, as used for lanes with a grammar."""
+    """Returns the same for one step, as used for lanes with a grammar."""
     shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
-    return report_of(programs.advance.lower(*shapes[:6], policy, ()), shapes, place)
+    undo = programs.Undo.of(shapes[1]) if policy.can_undo else None
+    control = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shapes[5])
+    given = *shapes[:4], undo, shapes[4], control, shapes[6]
+    return report_of(programs.step.lower(*given, policy, shapes[8], ()), shapes, place)
 
 
 def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:

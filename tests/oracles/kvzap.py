@@ -5,8 +5,6 @@ key j; after that only if score_j >= threshold or j < sinks. A token that leaves
 not kept gives its slot to the token that displaces it.
 """
 
-import numpy as np
-
 from tests.oracles.trace import Trace, as_float64, default_scale, follow
 
 
@@ -30,10 +28,3 @@ def simulate(q, k, v, *, scores, threshold: float, window: int, sinks: int = 0) 
     scale = default_scale(q, None)
     heads = [slots_per_step(head, threshold, window, sinks) for head in scores.T]
     return follow(q, k, v, heads, scale)
-
-
-def visible(scores, threshold: float, window: int, sinks: int = 0) -> np.ndarray:
-    """The same as a mask [T, T] (query, key), from the definition and without a cache."""
-    query, key = np.indices((len(scores), len(scores)))
-    kept = (np.asarray(scores)[None] >= threshold) | (key < sinks)
-    return (key <= query) & ((query - key <= window) | kept)

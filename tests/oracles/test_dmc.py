@@ -81,25 +81,6 @@ def test_dmc_window_forgets_the_start_of_a_long_segment():
     chex.assert_trees_all_close(dmc.pool(x, ones, ones)[-1], np.array([8.0]), rtol=1e-7)
 
 
-def test_dmc_soft_pool_follows_the_recurrence():
-    random = np.random.default_rng(6)
-    x, alpha, omega = random.normal(size=(9, 3)), random.uniform(size=9), random.uniform(size=9)
-    total, mean = omega[0], x[0]
-    pooled = [mean]
-    for t in range(1, 9):
-        carried = alpha[t] * total
-        total = carried + omega[t]
-        mean = (carried * mean + omega[t] * x[t]) / total
-        pooled.append(mean)
-    chex.assert_trees_all_close(dmc.pool(x, alpha, omega), np.array(pooled), rtol=1e-7, atol=1e-12)
-
-
-def test_dmc_bias_spares_the_own_token_and_the_last():
-    mask = dmc.merge_bias([-9.0, -1.0, -2.0])
-    expected = [[0, -np.inf, -np.inf], [-1, 0, -np.inf], [-1, -2, 0]]
-    chex.assert_trees_all_equal(mask, np.array(expected))
-
-
 def test_dmc_fixed_pooling():
     q, k, v, cos, sin = dmc_tensors(8, length=7)
     merge, weights = dmc.fixed_pooling(7, 2, every=3)

@@ -70,24 +70,6 @@ def test_dms_per_layer_takes_the_first_head():
     assert trace.live != alone.live
 
 
-@pytest.mark.parametrize(
-    ("logit", "noise", "gate_logit", "alpha", "hard", "bias"),
-    [
-        (-5, 0, -50, 1.93e-22, 0, -1.93e-22),
-        (-5, 4, -10, 4.5398e-5, 0, -4.5399e-5),
-        (-5, 6, 10, 0.9999546, 1, -10.0000454),
-        (-3, 2.5, -5, 0.00669285, 0, -0.00671535),
-        (1, -0.5, 5, 0.99330715, 1, -5.00671535),
-    ],
-)
-def test_dms_gate(logit, noise, gate_logit, alpha, hard, bias):
-    got = dms.gate(logit, noise, temperature=0.1)
-    chex.assert_trees_all_close(got[0], gate_logit, rtol=1e-12)
-    chex.assert_trees_all_close(got[1], alpha, rtol=1e-3 if alpha < 1e-9 else 2e-5)
-    assert got[2] == hard
-    chex.assert_trees_all_close(got[3], bias, rtol=1e-3 if alpha < 1e-9 else 2e-5)
-
-
 def test_dms_compression_loss_is_one_sided_and_global():
     decisions = np.zeros((2, 2, 1, 4))
     decisions[0, 0] = 1.0  # Sample 0: layer 0 evicts all, layer 1 nothing: a share of one half.

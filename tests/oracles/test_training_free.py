@@ -68,14 +68,6 @@ def test_h2o_keeps_sums_and_recent():
     chex.assert_trees_all_equal(trace.peak, np.array([3]))
 
 
-def test_h2o_favours_old_tokens_over_heavy_new_ones():
-    # Token 2 outweighs token 1 in every row, but token 1 was there one row earlier.
-    # Sums when token 3 arrives, heavy=2, recent=1: 1: 1/2 + 1/3.2 + 1/4.2, 2: 1.2/3.2 + 1.2/4.2.
-    trace = h2o.simulate(*scored_keys(1, 1, 1.2, 1), heavy=2, recent=1, scale=1.0)
-    assert trace.kept[3] == [[0, 1, 3]]
-    assert tova.simulate(*scored_keys(1, 1, 1.2, 1), budget=3, scale=1.0).kept[3] == [[1, 2, 3]]
-
-
 def test_h2o_sums_a_dense_prompt_before_the_cut():
     trace = h2o.simulate(
         *scored_keys(1, 5, 1, 1, 1, 1), 4, heavy=1, recent=1, prefill="dense_then_evict", scale=1.0

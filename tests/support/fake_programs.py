@@ -258,36 +258,59 @@ def decode(
     return cache, steps, newest, None
 
 
-def advance(transformer, cache, host, table, tokens, remaining, policy, end_tokens):
-    """Fake `programs.advance`."""
+def step(transformer, cache, host, table, undo, tokens, control, seeds, policy, rule, end_tokens):
+    """Fake `programs.step`."""
     del host
-    left = remaining - (remaining % programs.ENDLESS > 0)
-    remaining, endless = remaining % programs.ENDLESS, remaining >= programs.ENDLESS
+    given, forced, takes_back = control
+    if undo is not None:
+        cache = undo.applied(cache, takes_back > 0)
+        undo = programs.Undo.of(cache)
+    remaining, endless = given % programs.ENDLESS, given >= programs.ENDLESS
     ended = jnp.isin(tokens, jnp.asarray(end_tokens, jnp.int32)) & ~endless
     active = (remaining > 0) & ~ended
     cache, read, live = _append(transformer, cache, table, tokens, active, policy)
-    hidden = jnp.stack([read.astype(jnp.float32), _broken(tokens).astype(jnp.float32)], -1)
-    step = programs.Advance(hidden, cache.seen, active, left, live, 2 * live + 1, cache.lengths)
-    return cache, step, None
-
-
-def draw(transformer, step, tokens, seeds, rule):
-    """Fake `programs.draw`."""
-    del transformer
-    read, broken = step.hidden[:, 0].astype(jnp.uint32), step.hidden[:, 1] > 0
-    drawn = _allowed(_draw(read, step.positions, seeds, rule, None, broken), rule)
-    new = jnp.where(step.active, drawn.tokens, tokens)
-    one = dataclasses.replace(drawn, tokens=new, ran=step.active, live=step.live, reads=step.reads)
+    broken = _broken(tokens)
+    drawn = _draw(read, cache.seen, seeds, rule, None, broken)
+    likely, chosen = drawn.tokens, jnp.where(forced < 0, drawn.tokens, forced)
+    logprobs = None if drawn.logprobs is None else _logprobs(cache.seen, chosen)
+    new = jnp.where(active, chosen, tokens)
+    one = drawn.replace(
+        tokens=new,
+        logprobs=logprobs,
+        likeliest=likely,
+        highest=jnp.zeros(likely.shape),
+        ran=active,
+        live=live,
+        reads=2 * live + 1,
+    )
     one = jax.tree.map(lambda x: x[None], one)
-    return Packed.of(dataclasses.replace(one, lengths=step.lengths)), new
+    hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
+    packed = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
+    return cache, packed, new, programs.Source(hidden, cache.seen), undo, None
+
+
+def redraw(transformer, source, tokens, lanes, masks, seeds, rule):
+    """Fake `programs.redraw`."""
+    del transformer
+
+    def take(x):
+        return x.at[lanes].get(mode="clip") if jnp.ndim(x) else x
+
+    rule = dataclasses.replace(jax.tree.map(take, rule), allowed=masks)
+    hidden, positions = take(source.hidden), take(source.positions)
+    read, broken = hidden[:, 0].astype(jnp.uint32), hidden[:, 1] > 0
+    drawn = _allowed(_draw(read, positions, take(seeds), rule, None, broken), rule)
+    logprobs = _logprobs(positions, drawn.tokens) if rule.logprobs else None
+    newest = tokens.at[lanes].set(drawn.tokens, mode="drop")
+    return Packed.of((drawn.tokens, logprobs)), newest
 
 
 FAKES: dict[str, Any] = {
     "extend": Program(extend, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
     "first_tokens": Program(first_tokens, keep_unused=True),
     "decode": Program(decode, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
-    "advance": Program(advance, donate_argnums=1, static_argnums=(7,), keep_unused=True),
-    "draw": Program(draw, keep_unused=True),
+    "step": Program(step, donate_argnums=1, static_argnums=(10,), keep_unused=True),
+    "redraw": Program(redraw, keep_unused=True),
 }
 
 

@@ -183,26 +183,6 @@ def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
     chex.assert_trees_all_equal(restored, noise(4))
 
 
-def test_removed_directory_fails_each_save(tmp_path):
-    """A file replaces the directory, so that not even root can write into it."""
-    directory = opened(tmp_path)
-    directory.save(1, state(1), None)
-    directory.checkpoints.finish()
-    place, away = tmp_path / "checkpoints", tmp_path / "away"
-    place.rename(away)
-    place.write_text("")
-    for step in (2, 3):
-        directory.save(step, state(step), None)
-        with pytest.raises(CheckpointError, match=rf"step {step} cannot be written"):
-            directory.checkpoints.finish()
-    directory.log({"step": 1})
-    place.unlink()
-    away.rename(place)
-    directory.close()
-    with saved(tmp_path) as directory:
-        chex.assert_trees_all_equal(directory.restore(ABSTRACT)[0], state(1))
-
-
 def test_an_unwritable_log_warns(tmp_path):
     (tmp_path / ".log.jsonl").mkdir()
     told = "The log in .* cannot be written: Is a directory"

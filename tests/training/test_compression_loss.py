@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.policies.relaxation import straight_through
 from dms_jax.training.compression_loss import compression_loss, evicted_shares, head_spread
 from tests.oracles import dmc, dms
 
@@ -74,30 +73,3 @@ def test_no_gradient_beyond_the_target():
 def test_head_spread_keeps_the_mean():
     gradient = jax.grad(lambda x: head_spread(x).sum())(jnp.asarray([[[0.1, 0.2, 0.9]]]))
     chex.assert_trees_all_close(gradient, np.array([[[-1 / 3, -1 / 3, 1 / 3]]]), rtol=1e-7)
-
-
-def test_gradients_equal_finite_differences_of_soft_decisions():
-    """Straight-through: hard decisions forward, and backward the finite differences of sigmoid."""
-    random = np.random.default_rng(1)
-    noisy = random.normal(size=(2, 3, 2, 4))
-    target = 0.9
-
-    def loss(noisy, decisions):
-        return jnp.mean(compression_loss(evicted_shares(decisions(noisy)), target))
-
-    value, gradient = jax.value_and_grad(loss)(jnp.asarray(noisy), straight_through)
-    shares = (noisy > 0).mean(axis=(0, 2, 3))
-    assert (shares < target).all()
-    chex.assert_trees_all_close(value, np.maximum(target - shares, 0).mean(), rtol=1e-12)
-
-    step = 1e-6
-    for index in [(0, 0, 0, 0), (1, 2, 1, 3), (0, 1, 1, 2)]:
-        bump = np.zeros_like(noisy)
-        bump[index] = step
-
-        def soft(x):
-            share = (1 / (1 + np.exp(-x))).mean(axis=(0, 2, 3))
-            return np.maximum(target - share, 0).mean()
-
-        expected = (soft(noisy + bump) - soft(noisy - bump)) / (2 * step)
-        chex.assert_trees_all_close(gradient[index], expected, rtol=1e-7)

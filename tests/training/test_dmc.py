@@ -1,7 +1,5 @@
 """DMC retrofits of a tiny model from end to end: stages, learning, export."""
 
-import itertools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 from dms_jax.checkpoint import load
 from dms_jax.generation import score
 from dms_jax.model.attention import Relaxation
-from dms_jax.policies import DMC, FixedPooling
+from dms_jax.policies import DMC
 from dms_jax.training import retrofit
 from dms_jax.training.compression_loss import compression_loss, evicted_shares, head_spread
 from dms_jax.training.parameters import parameters, rebuilder
@@ -78,24 +76,6 @@ def test_saved_model_decodes_like_one_pass(run):
         chex.assert_trees_all_close(result.logprobs, want[row], rtol=1e-7, atol=1e-4)
         # Over seven seeds: minimum 3.1, mean 3.8, deviation 0.6; 1 at the start.
         assert result.usage.compression_ratio > 1.3
-
-
-@pytest.mark.nightly
-def test_fixed_pooling_skips_the_decay():
-    records = []
-    model = retrofit(
-        language_model(),
-        FixedPooling(every=3),
-        recipe=recipe(STAGES[0], Stage("ramp", 12, 2e-3, 3.0)),
-        data=itertools.repeat({"tokens": random_tokens(0, 4, LENGTH)}),
-        on_step=records.append,
-        progress=False,
-    )
-    assert [record["stage"] for record in records] == ["ramp"] * 12
-    assert {round(record["evicted"] * LENGTH, 3) for record in records} == {8}  # 2 of 3
-    losses = [record["distillation_loss"] for record in records]
-    assert losses[-1] < 0.8 * losses[0]
-    assert model.policy == FixedPooling(every=3)
 
 
 @pytest.mark.nightly

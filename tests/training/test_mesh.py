@@ -1,4 +1,4 @@
-"""A retrofit on a (2, 4) mesh of fake devices equals that on one device (law 5)."""
+"""Training over a mesh: placements, split rows, refusals (`test_layouts.py` has law 5)."""
 
 from pathlib import Path
 from typing import Any
@@ -14,51 +14,10 @@ from dms_jax.errors import ConfigError, DataError
 from dms_jax.policies import DMC, KVzap
 from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
-from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer
 from tests.training.tiny import EAGER, NEURON, documents, language_model, recipe
-
-
-@pytest.mark.nightly
-def test_a_mesh_does_not_change_a_run_through_all_stages():
-    """The decay of a neuron, the ramp and later steps (`test_layouts.py` has every mesh).
-
-    Of language modelling: at the first step of the decay a student is its teacher, and the gradient
-    what rounding left of zero.
-    """
-    stages = (
-        Stage("neuron_decay", 2, 1e-3),
-        Stage("ramp", 3, 1e-3, 4.0),
-        Stage("train", 1, 1e-3, final_learning_rate=1e-4),
-    )
-    policy = DMC(offset=0.3, window=4)
-    common_options = dict(batch_size=8, loss="language_modeling")
-    options = recipe(*stages, micro_batch_size=2, **common_options)
-    # The same passes of 4 sequences: 2 on each of 2 shards, or 4 on one.
-    alone = recipe(*stages, micro_batch_size=4, **common_options)
-    records = {"one": [], "mesh": []}
-    with jax.enable_x64(True):
-        model = language_model(dtype=jnp.float64, num_heads=8, num_kv_heads=4)
-        common = dict(data=documents(), progress=False)
-        mesh = make_mesh(2, 4)
-        one = retrofit(model, policy, recipe=alone, on_step=records["one"].append, **common)
-        many = retrofit(
-            model, policy, recipe=options, mesh=mesh, on_step=records["mesh"].append, **common
-        )
-        assert many.mesh is mesh
-        assert min(record["grad_norm"] for record in records["one"]) > 1e-3
-        for name in ("loss", "lm_loss", "compression_loss", "evicted", "grad_norm"):
-            chex.assert_trees_all_close(
-                np.array([record[name] for record in records["mesh"]]),
-                np.array([record[name] for record in records["one"]]),
-                rtol=1e-9,
-                custom_message=name,
-            )
-        chex.assert_trees_all_close(
-            parameters(many.transformer), parameters(one.transformer), rtol=1e-9, atol=1e-11
-        )
 
 
 def test_parameters_and_moments_are_spread_over_the_mesh():

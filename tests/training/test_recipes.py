@@ -10,7 +10,6 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import DMC, DMS, FixedPooling, KVpop, KVzap, Vanilla
 from dms_jax.training import api, recipes
 from dms_jax.training.recipe import Progress, Recipe, Stage, eviction_target
@@ -127,29 +126,6 @@ def test_unpublished_settings_are_refused(make, message):
         make()
 
 
-def test_self_taught_settings():
-    """The settings of nine measured trainings."""
-    recipe = recipes.dms_self_taught()
-    assert recipe.total_steps(ADAPTER) == 610
-    assert recipe.batch_size * recipe.sequence_length == 32768
-    assert (recipe.trainable, recipe.packing, recipe.answers_only) == (
-        *("low_rank", "first_fit", False),
-    )
-    ramp, last = recipe.stages
-    assert (ramp.steps, ramp.warmup_steps) == (305, 30)
-    assert (last.steps, last.final_learning_rate) == (305, 0)
-    progress = recipe.progress(305, ADAPTER)
-    assert progress.compression_ratio == pytest.approx(3.5)
-    assert (progress.adapter_learning_rate, progress.learning_rate) == (3e-4, 2e-4)
-    for trainable, rate in (("adapter", 3e-5), ("all", 1e-5)):
-        assert recipes.dms_self_taught(trainable=trainable).stages[0].learning_rate == rate
-    fewer = recipes.dms_self_taught(4, tokens=5_000_000, batch_size=6, learning_rate=1e-4)
-    assert fewer.total_steps(ADAPTER) == round(5_000_000 / (6 * 2048))
-    assert fewer.micro_batch_size == 2  # divides the batch
-    assert fewer.stages[0].learning_rate == 1e-4
-    assert dataclasses.replace(recipe, low_rank=LowRank(4, 8)).low_rank == LowRank(4, 8)
-
-
 def test_a_settled_recipe_holds_its_ratio_while_rates_fall():
     rate = dict(trainable="all", learning_rate=3e-5)
     recipe = recipes.dms_self_taught(4, tokens=100 * 32768, settle=0.3, **rate)
@@ -214,17 +190,6 @@ def test_the_learning_rate_follows_optax(warmup, final):
             expected = 2e-3 if final is None else fall(step - warmup)
         found = Progress(stage, step, 1.0, None).learning_rate
         assert found == pytest.approx(float(expected), rel=1e-5, abs=1e-9)
-
-
-def test_both_parameter_groups_follow_the_schedule():
-    stage = Stage(
-        "train", 10, 1e-3, warmup_steps=2, adapter_learning_rate=1e-2, final_learning_rate=1e-4
-    )
-    recipe = recipe_with(stages=(RAMP, stage))
-    for step, rate, of_adapter in ((10, 5e-4, 5e-3), (16, 5.5e-4, 5.05e-3)):
-        progress = recipe.progress(step, ADAPTER)
-        assert progress.learning_rate == pytest.approx(rate)
-        assert progress.adapter_learning_rate == pytest.approx(of_adapter)
 
 
 @pytest.mark.parametrize("policy", [ADAPTER, NEURON, MERGING, POOLING], ids=repr)

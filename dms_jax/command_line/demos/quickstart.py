@@ -32,9 +32,8 @@ from rich.table import Table
 
 import dms_jax
 from dms_jax import assets
-from dms_jax.analysis import View, eviction_page, retention, token_texts
 from dms_jax.checks import Count, Range, Whole, check
-from dms_jax.command_line.reports import make_folder, provenance, write_json, write_text
+from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.data import Documents
 from dms_jax.evaluation import standard_error
 from dms_jax.training import Recipe, recipes
@@ -50,7 +49,7 @@ class Config:
     """Retrofit stories260K with DMS and decode from a small cache."""
 
     out: pathlib.Path = pathlib.Path("runs/quickstart")
-    """Folder for results.json and evictions.html."""
+    """Folder for results.json."""
     sequences: int = 64
     """Held-out sequences of 512 tokens to decode; 64 make 32,704 predicted tokens."""
     window: int = 32
@@ -277,29 +276,6 @@ def verdict(row: Row, rival: Row) -> str:
     )
 
 
-def write_page(
-    config: Config,
-    base: dms_jax.LanguageModel,
-    model: dms_jax.LanguageModel,
-    sequences: np.ndarray,
-) -> None:
-    """Writes evictions.html: the tokens that heads keep, next to policies without training."""
-    found = retention(model, sequences[:1])
-    peak = max(round(found.live()[:, 0, :, -1].mean()), 6)
-    rivals = [
-        retention(base, sequences[:1], policy=policy)
-        for policy in (dms_jax.StreamingLLM(budget=peak), dms_jax.TOVA(budget=peak - 1))
-    ]
-    page = eviction_page(
-        token_texts(model.tokenizer, sequences[0].tolist()),
-        [View.of(found), *map(View.of, rivals)],
-        title="Which tokens which heads evicted",
-        note="stories260K after the DMS retrofit, and beside it two policies that need no training "
-        "with as many tokens in the cache at the end.",
-    )
-    write_text(config.out / "evictions.html", page)
-
-
 def tell_a_story(console: Console, model: dms_jax.LanguageModel) -> None:
     """Generates a new story from the compressed cache."""
     prompt = "Once upon a time, there was a little dog who"
@@ -367,8 +343,6 @@ def main(config: Config) -> list[Row]:
 
     show(console, bench.rows)
     tell_a_story(console, model)
-    console.print("Writing the page ...")
-    write_page(config, base, model, sequences)
     results = provenance(config) | {
         "held_out_tokens": count,
         "training_seconds": seconds,
@@ -377,8 +351,7 @@ def main(config: Config) -> list[Row]:
     }
     write_json(config.out / "results.json", results)
     console.print(
-        f"Training {seconds:.0f} s, this part {results['total_seconds']:.0f} s. Look at\n"
-        f"  {config.out / 'evictions.html'}  in a browser: which head keeps what"
+        f"Training {seconds:.0f} s, this part {results['total_seconds']:.0f} s. Figures:\n"
+        f"  {config.out / 'results.json'}\n"
     )
-    console.print(f"  {config.out / 'results.json'}\n")
     return bench.rows

@@ -141,10 +141,7 @@ def _records(path: pathlib.Path) -> list[Record]:
     if holds_records(path):
         return list(read_records(path))
     source = TextFiles(path)
-    return [
-        Record({"text": source[index]}, source.where(index), path.stem)
-        for index in range(len(source))
-    ]
+    return [Record({"text": source[index]}, source.where(index)) for index in range(len(source))]
 
 
 def _none_left(config: SelfTaught, records: list[Record], also: str = "") -> dms_jax.ConfigError:

@@ -10,9 +10,9 @@ import functools
 import pathlib
 import random
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from dms_jax.checks import Options, Whole, check
+from dms_jax.checks import Whole, check
 from dms_jax.data.tasks import Problem, Split, Task
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.records import Record, read_records
@@ -21,17 +21,15 @@ Path = str | pathlib.Path
 
 
 @dataclasses.dataclass(frozen=True)
-class FromFile(Options):
-    """A task that reads its problems from one file and its worked examples from another.
+class FileTask(Task):
+    """Problems from one file, and worked examples from another.
 
     Attributes:
       path: JSON lines, JSON, CSV or parquet, or a folder of such files.
       few_shot: worked examples before each problem.
       examples: the file whose first records are the worked examples.
+      seed: for tasks that shuffle their options.
     """
-
-    name: ClassVar[str]
-    columns: ClassVar[Sequence[str] | None] = None  # columns of a CSV file without a header
 
     path: Path
     few_shot: Whole = 0
@@ -52,7 +50,7 @@ class FromFile(Options):
         Raises:
           DataError: the file cannot be read, or a line is malformed.
         """
-        return read_records(self.path, columns=self.columns)
+        return read_records(self.path)
 
     def record(self, index: int) -> Record:
         """One record.
@@ -68,29 +66,21 @@ class FromFile(Options):
         return self.records[index]
 
     @functools.cached_property
-    def _example_records(self) -> tuple[Record, ...]:
-        return read_records(self.examples or "", columns=self.columns)
-
-    def example_records(self, record: Record) -> Sequence[Record]:
-        """The records of the worked examples before a record.
+    def example_records(self) -> Sequence[Record]:
+        """The records of the worked examples.
 
         Raises:
           DataError: there are too few examples.
         """
         if not self.few_shot:
             return ()
-        own = self.examples_for(record, self._example_records)
-        if len(own) < self.few_shot:
+        found = read_records(self.examples or "")
+        if len(found) < self.few_shot:
             raise DataError(
-                f"{self.name}: few_shot={self.few_shot}, and {self.examples} holds {len(own)} "
-                f"examples for {record.where}."
+                f"{self.name}: few_shot={self.few_shot}, and {self.examples} holds {len(found)} "
+                "examples."
             )
-        return own[: self.few_shot]
-
-    def examples_for(self, record: Record, examples: Sequence[Record]) -> Sequence[Record]:
-        """The examples that may precede a record; all unless overridden."""
-        del record
-        return examples
+        return found[: self.few_shot]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the task as JSON data: its name and every field."""
@@ -98,16 +88,6 @@ class FromFile(Options):
         for field in ("path", "examples"):
             fields[field] = None if fields[field] is None else str(fields[field])
         return {"name": self.name, **fields}
-
-
-@dataclasses.dataclass(frozen=True)
-class FileTask(FromFile, Task):
-    """Problems from a file, answered in generated text.
-
-    Attributes:
-      path, few_shot, examples: see `FromFile`.
-      seed: for tasks that shuffle their options.
-    """
 
     @abc.abstractmethod
     def pose(self, record: Record, number: int) -> Problem:
@@ -122,7 +102,7 @@ class FileTask(FromFile, Task):
         del split
         record = self.record(check(f"{self.name}: problem", index, Whole))
         posed = self.pose(record, index)
-        shown = [self.pose(each, i) for i, each in enumerate(self.example_records(record))]
+        shown = [self.pose(each, i) for i, each in enumerate(self.example_records)]
         return dataclasses.replace(posed, examples=tuple((e.prompt, e.solution) for e in shown))
 
     def draw(self, rng: random.Random) -> Problem:

@@ -30,7 +30,7 @@ class GPQA(FileTask):
     """Graduate-level questions with four options each.
 
     Attributes:
-      path, few_shot, examples: see `FromFile`.
+      path, few_shot, examples: see `FileTask`.
       seed: decides the order of the options; every question has its own order.
     """
 

@@ -46,7 +46,7 @@ class Mathematics(FileTask):
     """Problems with an answer that can be computed: any file with fields "problem" and "answer".
 
     Attributes:
-      path, few_shot, examples: see `FromFile`.
+      path, few_shot, examples: see `FileTask`.
       style: "instruct" states the answer format; "boxed" states it like Qwen's model cards; "plain"
         gives only the problem.
     """

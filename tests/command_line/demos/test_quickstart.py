@@ -54,8 +54,6 @@ def test_quickstart_prints_its_measurements(tmp_path, capsys, monkeypatch):
     assert len(rows) == quickstart.ROWS
     results = json.loads((tmp_path / "results.json").read_text())
     assert [row["label"] for row in results["rows"]] == [row.label for row in rows]
-    page = (tmp_path / "evictions.html").read_text()
-    assert all(f'"name":"{name}"' in page for name in ("DMS", "StreamingLLM", "TOVA"))
     printed = capsys.readouterr().out
     assert "A new story from the compressed cache" in printed
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80

@@ -1,6 +1,4 @@
-"""Invented programming problems in the published forms."""
-
-import json
+"""Invented programming problems in the published form."""
 
 HUMANEVAL = [
     {
@@ -31,40 +29,5 @@ HUMANEVAL = [
             "    for _ in range(20):\n        word = ''.join(choice('abc') for _ in range(5))\n"
             "        assert candidate(shout(word)) == word\n"
         ),
-    },
-]
-LIVECODEBENCH = [
-    {
-        "question_title": "Add",
-        "question_content": "Two numbers are given on a line. Print their sum and their quotient.",
-        "platform": "atcoder",
-        "question_id": "a1",
-        "starter_code": "",
-        "difficulty": "easy",
-        "public_test_cases": json.dumps(
-            [{"input": "1 2\n", "output": "3\n0.5\n", "testtype": "stdin"}]
-        ),
-        "private_test_cases": json.dumps(
-            [{"input": "6 2\n", "output": "8 \n3", "testtype": "stdin"}]
-        ),
-        "metadata": "{}",
-    },
-    {
-        "question_title": "Pairs",
-        "question_content": "Return the pairs of neighbours of nums that differ by more than k.",
-        "platform": "leetcode",
-        "question_id": "b2",
-        "starter_code": (
-            "class Solution:\n    def pairs(self, nums: List[int], k: int) -> List[List[int]]:\n"
-            "        "
-        ),
-        "difficulty": "easy",
-        "public_test_cases": json.dumps(
-            [{"input": "[1, 5, 6]\n1", "output": "[[1, 5]]", "testtype": "functional"}]
-        ),
-        "private_test_cases": json.dumps(
-            [{"input": "[]\n1", "output": "[]", "testtype": "functional"}]
-        ),
-        "metadata": json.dumps({"func_name": "pairs"}),
     },
 ]

@@ -1,4 +1,4 @@
-"""HumanEval and LiveCodeBench: forms, prompts, extraction of answers, and passing."""
+"""HumanEval: form, prompts, extraction of answers, and passing."""
 
 import dataclasses
 import json
@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
+from dms_jax.data.tasks import LinearEquation
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.sandbox import Sandbox
-from dms_jax.evaluation.tasks import HumanEval, LiveCodeBench
-from dms_jax.evaluation.tasks.livecodebench import same_output
+from dms_jax.evaluation.tasks import HumanEval
 from tests.evaluation.tasks.published import lines
-from tests.evaluation.tasks.published_code import HUMANEVAL, LIVECODEBENCH
+from tests.evaluation.tasks.published_code import HUMANEVAL
 from tests.support.containment import needs_containment
 
 pytestmark = needs_containment
@@ -32,13 +32,8 @@ def block(code):
 
 
 def test_code_needs_a_sandbox(tmp_path):
-    for task, records in ((HumanEval, HUMANEVAL), (LiveCodeBench, LIVECODEBENCH)):
-        path = lines(tmp_path / "a.jsonl", records)
-        with pytest.raises(ConfigError, match=r"a model wrote.*sandbox=Sandbox\(\)"):
-            task(path)
-
-
-# -- HumanEval ------------------------------------------------------------------------------------
+    with pytest.raises(ConfigError, match=r"a model wrote.*sandbox=Sandbox\(\)"):
+        HumanEval(lines(tmp_path / "a.jsonl", HUMANEVAL))
 
 
 @pytest.mark.parametrize("style", ["plain", "instruct"])
@@ -161,129 +156,6 @@ def test_malformed_humaneval_is_named(make):
             task.problem("test", 1)
 
 
-# -- LiveCodeBench --------------------------------------------------------------------------------
-
-ADD = "a, b = map(int, input().split())\nprint(a + b)\nprint(a / b)"
-PAIRS = (
-    "class Solution:\n    def pairs(self, nums: List[int], k: int):\n"
-    "        return [(a, b) for a, b in pairwise(nums) if abs(a - b) > k]"
-)
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "score"),
-    [
-        (0, ADD, 1),
-        (0, "a, b = map(int, open(0).read().split())\nprint(a + b, a / b, sep='\\n')\nexit()", 1),
-        (
-            0,
-            f"def main():\n    {ADD.replace(chr(10), chr(10) + '    ')}\nimport threading\n"
-            "threading.stack_size(1 << 26)\nt = threading.Thread(target=main)\nt.start()\nt.join()",
-            1,
-        ),
-        (0, f"if __name__ == '__main__':\n    {ADD.replace(chr(10), chr(10) + '    ')}", 1),
-        (0, ADD + "\nprint()", 1),
-        (0, ADD + "\nprint(1)", 0),
-        (0, ADD + "\n1 / 0", 0),
-        (0, ADD.replace("a / b", "0.5"), 0),  # a private test fails
-        (0, "print('3\\n0.5')", 0),
-        (0, "while True: print(3)", 0),
-        (1, PAIRS, 1),
-        (
-            1,
-            PAIRS.replace("class Solution:\n    def pairs(self, ", "def pairs(").replace(
-                "        ", "    "
-            ),
-            1,
-        ),
-        (1, PAIRS.replace("> k", ">= k"), 0),
-        (1, "class Solution: pass", 0),
-        (1, "", 0),
-    ],
-)
-def test_answers_to_livecodebench(make, number, code, score):
-    task = make(LiveCodeBench, LIVECODEBENCH)
-    problem = task.problem("test", number)
-    assert task.score(problem, block(code)) == score
-
-
-def test_livecodebench_prompts(make):
-    task = make(LiveCodeBench, LIVECODEBENCH)
-    program, function = (each.prompt for each in task.problems("test", 2))
-    head = (
-        "You will be given a question (problem specification) and will generate a correct Python "
-        "program that matches the specification and passes all tests.\n\nQuestion: "
-    )
-    assert program.startswith(head + LIVECODEBENCH[0]["question_content"] + "\n\nRead the inputs ")
-    assert program.endswith("\n```python\n# YOUR CODE HERE\n```\n\n")
-    assert function.startswith(head + LIVECODEBENCH[1]["question_content"] + "\n\nYou will use ")
-    assert function.endswith(f"\n```python\n{LIVECODEBENCH[1]['starter_code'].strip()}\n```\n\n")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"private_test_cases": "eJxrYJmaxwABGbI="}, "compressed pickle.*can run any code.*Unpack"),
-        ({"private_test_cases": "{}"}, "must be a list of tests"),
-        ({"public_test_cases": '[{"input": "1"}]'}, 'test 1 of "public_test_cases" must have a'),
-        (
-            {"public_test_cases": '[{"testtype": "stdin", "input": "1"}]'},
-            '"input" and "output", both texts',
-        ),
-        ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
-        ({"metadata": "{}"}, '"metadata" must name the function.*"func_name"'),
-        ({"metadata": '{"func_name": "a b"}'}, '"func_name" must be a name'),
-        (
-            {
-                "public_test_cases": json.dumps(
-                    [{"testtype": "functional", "input": "[1", "output": "1"}]
-                )
-            },
-            "its values are not JSON",
-        ),
-        (
-            {
-                "public_test_cases": json.dumps(
-                    [{"testtype": "functional", "input": "1", "output": "1\n2"}]
-                )
-            },
-            "its values are not JSON",
-        ),
-    ],
-)
-def test_malformed_livecodebench_is_named(make, change, message):
-    task = make(LiveCodeBench, [LIVECODEBENCH[0], {**LIVECODEBENCH[1], **change}])
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*{message}"):
-        task.problem("test", 1)
-
-
-def test_livecodebench_has_no_worked_examples(make, tmp_path):
-    path = lines(tmp_path / "b.jsonl", LIVECODEBENCH)
-    with pytest.raises(ConfigError, match="no worked examples"):
-        make(LiveCodeBench, LIVECODEBENCH, few_shot=1, examples=path)
-
-
-@pytest.mark.parametrize(
-    ("output", "expected", "same"),
-    [
-        ("3\n", "3", True),
-        (" 3 \n 4 \n\n", "3\n4", True),
-        ("3 4", "3  4", True),  # as numbers
-        ("3.0 1e2", "3 100", True),
-        ("3\n\n4", "3\n4", False),
-        ("a b", "a  b", False),
-        ("yes", "Yes", False),
-        ("3 x", "3 y", False),
-        ("snan", "1", False),
-        ("1e999999999999", "1", False),
-        ("", "", True),
-        ("", "0", False),
-    ],
-)
-def test_outputs_are_compared_by_line_and_as_numbers(output, expected, same):
-    assert same_output(output, expected) is same
-
-
 # -- judging --------------------------------------------------------------------------------------
 
 
@@ -293,10 +165,10 @@ def test_many_answers_are_judged_side_by_side(make, monkeypatch):
     names, judged = set(), []
     passes = HumanEval.passes
 
-    def watched(self, sandbox, tests, answer):
+    def watched(self, tests, answer):
         names.add(threading.current_thread().name)
         judged.append(answer)
-        return passes(self, sandbox, tests, answer)
+        return passes(self, tests, answer)
 
     monkeypatch.setattr(HumanEval, "passes", watched)
     monkeypatch.setattr("dms_jax.evaluation.sandbox.cores", lambda: 2)
@@ -310,12 +182,13 @@ def test_many_answers_are_judged_side_by_side(make, monkeypatch):
 
 
 def test_judge_scores_several_tasks_together(make, monkeypatch):
-    plain, chat = make(HumanEval, HUMANEVAL, style="plain"), make(LiveCodeBench, LIVECODEBENCH)
-    problems = plain.problem("test", 0), chat.problem("test", 0), plain.problem("test", 1)
-    judge = Judge(Questions("evaluate", (plain, chat), "test", 0, None, (0, 1, 0), problems), None)
-    given = {(0, "    pass"): 0, (1, block(ADD)): 1, (2, "    return text.lower()"): 1, (1, ""): 0}
+    plain, other = make(HumanEval, HUMANEVAL, style="plain"), LinearEquation()
+    problems = plain.problem("test", 0), other.problem("test", 0), plain.problem("test", 1)
+    judge = Judge(Questions("evaluate", (plain, other), "test", 0, None, (0, 1, 0), problems), None)
+    solved = (1, problems[1].solution)
+    given = {(0, "    pass"): 0, solved: 1, (2, "    return text.lower()"): 1, (1, ""): 0}
     judge.together([*given, *given])
     monkeypatch.setattr(HumanEval, "score", None)  # the scores are known from here on
-    monkeypatch.setattr(LiveCodeBench, "score", None)
+    monkeypatch.setattr(LinearEquation, "score", None)
     judge.together(given)
     assert {each: judge(*each) for each in given} == given

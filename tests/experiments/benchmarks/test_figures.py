@@ -14,7 +14,6 @@ import dms_jax
 from experiments.benchmarks import (
     agent_sessions,
     decode_steps,
-    engine,
     kernels,
     kernels_decoding,
     kernels_training,
@@ -131,21 +130,7 @@ def test_drawn_eviction_leaves_the_ratio():
     assert kept == pytest.approx(1024)
 
 
-# -- calls of an engine and of a server ------------------------------------------------------------
-
-
-def test_turn_time_is_split_at_launches():
-    marks = engine.Marks()
-    marks.events = [
-        *(("extend", 0.0), ("first_tokens", 0.001), ("decode", 0.002)),  # no chunk before
-        *(("chunk", 1.0), ("extend", 1.003), ("extend", 1.005), ("decode", 1.010)),
-        *(("decode", 1.5), ("chunk", 2.0), ("decode", 2.004), ("chunk", 3.0)),
-    ]
-    found = marks.take()
-    assert found["to_prompts"] == pytest.approx([3])
-    assert found["prompts_to_steps"] == pytest.approx([7])
-    assert found["to_steps"] == pytest.approx([4])
-    assert marks.events == []
+# -- answers of a server -------------------------------------------------------------------------
 
 
 def test_figures_of_answers():

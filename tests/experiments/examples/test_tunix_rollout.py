@@ -138,19 +138,6 @@ def test_trainer_logprobs_from_padded_tokens_match(rollout, output, temperature)
     assert_close(found, scores(tiny_model(), output, temperature=temperature), 1e-9)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("policy", [dms_jax.DMC(offset=0.0), dms_jax.StreamingLLM(budget=6)])
-def test_other_parallel_policies_match_too(example, policy):
-    rollout = make(example, actor=example.Actor(tiny_model(), policy))
-    output = rollout.generate(PROMPTS, CONFIG)
-    assert rollout.usage.compression_ratio > 1.2
-    assert_close(output.logprobs, scores(tiny_model(), output, policy))
-    found = rollout.get_per_token_logps(
-        jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(padded(output))
-    )
-    assert_close([row[:NEW] for row in found], scores(tiny_model(), output, policy), 1e-9)
-
-
 def test_output_has_the_layout_of_tunix(rollout, output):
     assert output.logits is None
     assert output.left_padded_prompt_tokens.shape == (len(PROMPTS), LONGEST)

@@ -6,7 +6,6 @@ import json
 import pytest
 
 import dms_jax
-from dms_jax.generation import Engine
 from dms_jax.policies import KVpop
 from experiments.reproduction import campaign, claims, records
 
@@ -46,19 +45,6 @@ def call(config, only, **changes):
     return campaign.main(dataclasses.replace(config, only=tuple(only.split()), **changes))
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """The number of requests of each call of the engine."""
-    sizes, serve = [], Engine.serve
-
-    def counted(self, source):
-        sizes.append(len(source.requests))
-        return serve(self, source)
-
-    monkeypatch.setattr(Engine, "serve", counted)
-    return sizes
-
-
 def recorded(config, monkeypatch):
     """The record in the form of the claims."""
     path = config.out / "record.json"
@@ -68,7 +54,7 @@ def recorded(config, monkeypatch):
     return json.loads(path.read_text())
 
 
-def test_pieces_leave_results_and_the_record_has_every_score(config, served, monkeypatch, capsys):
+def test_pieces_leave_results_and_the_record_has_every_score(config, queues, monkeypatch, capsys):
     from tests.support.fake_programs import faked
 
     with faked():
@@ -191,7 +177,7 @@ def test_rivals_get_the_measured_peak_of_the_retrofit(config):
 
 
 @pytest.mark.nightly
-def test_training_resumes_and_adapter_answers(config, served, monkeypatch):
+def test_training_resumes_and_adapter_answers(config, queues, monkeypatch):
     """With real programs: a stopped training resumes, and the adapter answers."""
     assert call(config, "lessons-gsm8k") == 0
     assert call(config, "train-dms-3.3-0", minutes=1e-4) == 0  # not even a step

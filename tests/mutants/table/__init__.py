@@ -13,13 +13,11 @@ from tests.mutants.table import (
     prefixes,
     prompts,
     serving,
-    traced_numbers,
     training,
 )
 
 MUTANTS = [
     *policies.MUTANTS,
-    *traced_numbers.MUTANTS,
     *training.MUTANTS,
     *layers.MUTANTS,
     *cache.MUTANTS,

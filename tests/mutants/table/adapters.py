@@ -30,18 +30,4 @@ MUTANTS = [
         "adapters=jax.tree.map(lambda x: x[: len(page_table[0])], cache.adapters)",
         (ALONE,),
     ),
-    Mutant(
-        "adapters: a base is served from which the policy would evict",
-        "dms_jax/model/adapters.py",
-        'policy.decisions == "threshold" and policy.alpha_offset >= 0',
-        'policy.decisions == "threshold"',
-        (f"{ADAPTERS}::test_base_is_not_served_under_evicting_policy",),
-    ),
-    Mutant(
-        "adapters: one is replaced while its requests run",
-        "dms_jax/serving/service.py",
-        "for name in [name for name in self._changes if name not in in_use]:",
-        "for name in list(self._changes):",
-        (f"{SERVING}::test_adapter_is_replaced_between_requests",),
-    ),
 ]

@@ -10,8 +10,6 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/policies/"
 FLOAT32 = "tests/policies/test_float32_sums.py"
 ALLOCATION = "tests/policies/test_allocation.py"
-OBSERVING = "tests/policies/test_observing.py"
-DELAYED = "tests/policies/test_delayed_eviction.py"
 
 MUTANTS = [
     Mutant(
@@ -22,25 +20,11 @@ MUTANTS = [
         (f"{FLOAT32}::test_400_merged_tokens_are_their_mean",),
     ),
     Mutant(
-        "policies: H2O's sums in the model's type",
-        FOLDER + "h2o.py",
-        "sums=jnp.zeros(shape.pages, shape.wide)",
-        "sums=jnp.zeros(shape.pages, shape.dtype)",
-        (f"{FLOAT32}::test_h2o_adds_up_600_queries",),
-    ),
-    Mutant(
         "policies: AdaKV without its safeguard",
         FOLDER + "allocation.py",
         "scores = jnp.where(highest(scores, own) & (scores > -jnp.inf), jnp.inf, scores)",
         "del own",
         (f"{ALLOCATION}::test_heads_compete_beyond_their_guarantee",),
-    ),
-    Mutant(
-        "policies: PyramidKV with every layer high but the last",
-        FOLDER + "allocation.py",
-        "fall = -(-chunk.tokens.layer * (high - low) // (num_layers - 1))",
-        "fall = jnp.where(chunk.tokens.layer == num_layers - 1, high - low, 0)",
-        (f"{ALLOCATION}::test_a_pyramid_by_hand",),
     ),
     Mutant(
         "policies: H2O adds a page's former owner's sums",
@@ -57,20 +41,6 @@ MUTANTS = [
         ("tests/laws/test_prompt_and_steps.py", "tests/model/test_transformer.py"),
     ),
     Mutant(
-        "policies: SnapKV's queries of a prompt see one slot more",
-        FOLDER + "snapkv.py",
-        "positions = jnp.maximum(slots - 1 - age, -1)",
-        "positions = jnp.maximum(slots - age, -1)",
-        ("tests/policies/test_observing.py",),
-    ),
-    Mutant(
-        "policies: the first token of a DMC sequence merges into nothing",
-        FOLDER + "dmc.py",
-        "marks=(logits > 0) & (tokens.positions > 0)[:, None],",
-        "marks=logits > 0,",
-        ("tests/policies/test_merging.py",),
-    ),
-    Mutant(
         "policies: a token that leaves within its chunk has the slot of the one that follows it",
         FOLDER + "delayed_eviction.py",
         "slots=jnp.where(valid & ~gone, slots, NOT_STORED),",
@@ -80,24 +50,10 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "policies: random draws are the same in every layer",
-        FOLDER + "draws.py",
-        "mix(layer.astype(jnp.uint32) + 1)",
-        "mix(0 * layer.astype(jnp.uint32) + 1)",
-        (f"{DELAYED}::test_random_eviction_draws_by_layer_head_position",),
-    ),
-    Mutant(
-        "policies: Quest's bounds cover slots that are not in use",
-        FOLDER + "quest.py",
-        "live = (slot < placement.lengths[..., None, None])[..., None]",
-        "live = (slot <= placement.lengths[..., None, None])[..., None]",
-        (f"{OBSERVING}::test_quest_bounds_are_those_of_the_keys_on_each_page",),
-    ),
-    Mutant(
-        "policies: importance counts queries that see the key in any case",
-        FOLDER + "importance.py",
-        "later = seen & (at[:, None] - keys > seen_as.window)",
-        "later = seen & (at[:, None] - keys >= seen_as.window)",
-        ("tests/policies/test_importance.py",),
+        "traced numbers: a bound is kept when its number is replaced",
+        FOLDER + "base.py",
+        "{k: v for k, v in bounds.items() if k not in changes}",
+        "bounds",
+        ("tests/policies/test_traced_numbers.py::test_bounds_follow_their_fields",),
     ),
 ]
