@@ -198,42 +198,6 @@ SUPPORTED = (
     "SmolLM3, Phi-3 and Phi-4, Gemma 2 and 3, gpt-oss; without images Mistral 3 and Qwen3-VL"
 )
 
-# Families refused for a special reason.
-_REFUSED = {
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"),
-        "has latent attention (MLA), whose cache has one latent vector a token and no KV heads",
-    ),
-    **dict.fromkeys(
-        ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3"),
-        "selects the attended tokens itself (sparse attention), so that a policy finds nothing "
-        "to do",
-    ),
-    **dict.fromkeys(
-        (
-            *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-            *("kimi_linear", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "jamba"),
-            *("mamba", "mamba2", "recurrent_gemma", "minimax"),
-        ),
-        "has layers with a recurrent state in place of a cache of keys and values",
-    ),
-    **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"),
-        "shares keys and values between layers, or has heads of another size in some of them",
-    ),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "mllama"),
-        "reads images; save its language model by itself",
-    ),
-    "llama4": "attends to chunks of a sequence",
-    "llama4_text": "attends to chunks of a sequence",
-}
-
-
-def _why_not(model_type: Any) -> str:
-    reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
-    return "" if reason is None else f": it {reason}"
-
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the language model's config of a model that reads images; others unchanged.
@@ -283,15 +247,13 @@ def family_of(config: Mapping[str, Any]) -> str:
     for name in names or []:
         if name not in ARCHITECTURES:
             raise ConfigError(
-                f"Architecture {show(name)} is not supported{_why_not(model_type)}; supported: "
-                f"{SUPPORTED}."
+                f"Architecture {show(name)} is not supported; supported: {SUPPORTED}."
             )
     if model_type is None and names:
         model_type = ARCHITECTURES[names[0]]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {show(model_type)} is not supported{_why_not(model_type)}; supported: "
-            f"{SUPPORTED}."
+            f"model_type {show(model_type)} is not supported; supported: {SUPPORTED}."
         )
     for name in names or []:
         if ARCHITECTURES[name] != model_type:

@@ -21,7 +21,7 @@ import os
 import pathlib
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -209,12 +209,7 @@ class Agreement:
             except (OtherProcessError, RuntimeError):  # they failed too, or are gone
                 return
 
-    def from_first(self, make: Callable[[], str]) -> str:
-        """Returns process 0's text in every process."""
-        text = make() if is_first() else ""
-        return self._exchange(text)[0] if several() else text
-
-    def first_done(self, error: Exception | None) -> None:
+    def first_done(self, error: BaseException | None) -> None:
         """Waits for all processes; raises in the others if process 0 failed.
 
         Args:
@@ -281,28 +276,27 @@ def to_host(value: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def parts(
-    asked: Iterable[tuple[jax.Array | np.ndarray, int | None, bool]],
+    asked: Iterable[tuple[jax.Array | np.ndarray, int | None]],
 ) -> Iterator[np.ndarray | None]:
-    """Yields parts of arrays on the host, in the processes that want them; None in the others.
+    """Yields parts of arrays on the host, in the first process; None in the others.
 
     All processes gather an array that is spread over them, so they must ask for the same parts in
     the same order. At most two gathered parts are in memory at a time.
 
     Args:
-      asked: (array, index along its first axis or None for all of it, whether this process wants
-        the part).
+      asked: (array, index along its first axis or None for all of it).
     """
-    here, last = None, None
-    gathered: collections.deque[tuple[jax.Array, bool]] = collections.deque()
+    here, last, wanted = None, None, is_first()
+    gathered: collections.deque[jax.Array] = collections.deque()
 
     def settle() -> np.ndarray | None:
-        part, wanted = gathered.popleft()
+        part = gathered.popleft()
         if wanted:
             return np.asarray(part)
         part.block_until_ready()  # otherwise unwanted parts would pile up on the devices
         return None
 
-    for value, at, wanted in asked:
+    for value, at in asked:
         if is_here(value):
             while gathered:
                 yield settle()
@@ -314,7 +308,7 @@ def parts(
         part = _gather(value.sharding.mesh)(value, at).addressable_data(0)  # pyright: ignore
         if wanted:
             part.copy_to_host_async()
-        gathered.append((part, wanted))
+        gathered.append(part)
         if len(gathered) == 2:
             yield settle()
     while gathered:

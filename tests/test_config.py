@@ -162,8 +162,7 @@ REFUSED = {
     "experts in a known family": ({"num_local_experts": 8}, "Mixture of experts"),
     "architecture": ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
     "mismatch": ({"architectures": ["Qwen2ForCausalLM"]}, "does not belong"),
-    "latent attention": ({"model_type": "deepseek_v3"}, r"\(MLA\)"),
-    "images": ({"model_type": "qwen2_vl"}, "reads images"),
+    "latent attention": ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported"),
     "linear attention": (
         {"model_type": "olmo3", "layer_types": ["linear_attention", "full_attention"]},
         "Layer 0 has attention of type 'linear_attention'",

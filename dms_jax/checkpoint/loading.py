@@ -89,16 +89,18 @@ def load(
         mesh=mesh,
         rules=sharding.TRAINING_RULES if for_training else sharding.DECODING_RULES,
     )
+    source = os.path.abspath(place)
     if found is not None and found.low_rank is not None:
         transformer = attach_factors(transformer, found.low_rank, found.weights, mesh)
-        transformer = low_rank.merge(transformer) if merge else transformer
+        if merge:
+            transformer, source = low_rank.merge(transformer), None
     return LanguageModel(
         transformer=transformer,
         tokenizer=contents.tokenizer,
         policy=policy,
         generation=contents.generation,
         mesh=mesh,
-        source=os.path.abspath(place),
+        source=source,
         untrained=untrained,
     )
 
@@ -116,8 +118,8 @@ def load_adapters(
         try:
             if model.source is None:
                 raise CheckpointError(
-                    "its base is not known: this model was loaded from no checkpoint. Give a model "
-                    "that has the adapter"
+                    "its base is not known: this model has the weights of no checkpoint. Give a "
+                    "model that has the adapter"
                 )
             base = read_checkpoint(pathlib.Path(model.source)) if base is None else base
             found[name] = _load_adapter(model, base, path)

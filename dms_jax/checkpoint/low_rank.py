@@ -25,10 +25,9 @@ def is_low_rank(name: str) -> bool:
 
 def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the factors of every layer, only in the first process."""
-    wanted = processes.is_first()
     for path, param in low_rank.factors_of(transformer).items():
         layout = _layout(path)
-        layers = processes.parts((param, layer, wanted) for layer in range(param.shape[0]))
+        layers = processes.parts((param, layer) for layer in range(param.shape[0]))
         for layer, value in enumerate(layers):
             if value is not None:
                 yield layout.tensor_name(layer), layout.to_tensor(value)

@@ -52,7 +52,8 @@ class LanguageModel:
       policy: the policy that the checkpoint was made for, `Vanilla()` if it declares none.
       generation: generation defaults such as the end tokens.
       mesh: mesh over which the parameters are sharded; None for the default device.
-      source: path of the checkpoint that the parameters were loaded from; None for a new model.
+      source: path of the checkpoint whose weights the model has, beside an adapter and low-rank
+        updates; None for a new model, and after training or merging has changed them.
       untrained: whether to allow policies that the model was not trained for, which evict by
         meaningless neurons; for tests and benchmarks. `load` and training set it to False.
     """

@@ -7,11 +7,13 @@ Both return a model and can save it.
 """
 
 import dataclasses
+import json
 import os
 import warnings
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
@@ -28,14 +30,13 @@ from dms_jax.model.low_rank import low_rank_of
 from dms_jax.policies import Policy, Vanilla, as_policy
 from dms_jax.training.loop import Loop
 from dms_jax.training.options import RunKeywords, RunOptions
-from dms_jax.training.parameters import parameters
+from dms_jax.training.parameters import Parameters, is_adapter, is_low_rank, parameters
 from dms_jax.training.recipe import Recipe
 from dms_jax.training.recipes import recommended
 from dms_jax.training.remat import LESS_MEMORY
 from dms_jax.training.run_directory import RunDirectory
 from dms_jax.training.shards import check_split
 from dms_jax.training.trainer import Trainer, rows_here
-from dms_jax.training.weights_fingerprint import weights_fingerprint
 
 # Fields that may differ in a resumed run: they change steps only by the rounding of sums.
 _FREE = ("name", "snapshots", "micro_batch_size", "remat", "unroll")
@@ -171,7 +172,7 @@ def train(
             "seed": run.seed,
             "data": digest,
             "template": repr(sorted(getattr(model.tokenizer, "template_variables", {}).items())),
-            "weights": weights_fingerprint(model, policy, recipe),
+            "weights": _frozen_weights(model, policy, recipe),
         }
         directory = RunDirectory(
             out,
@@ -201,6 +202,31 @@ def train(
     finally:
         if directory is not None:
             directory.close()
+
+
+def _frozen_weights(model: LanguageModel, policy: Policy, recipe: Recipe) -> str | None:
+    """Returns sums of the bits of the weights that checkpoints lack; None if they lack none.
+
+    Checkpoints hold neither frozen weights nor the teacher's, so a resumed run takes them from the
+    given model, which must be the same.
+    """
+    if recipe.loss != "distillation" and recipe.trained_for(policy) == "all":
+        return None
+    arrays = {
+        name: x
+        for name, x in parameters(model.transformer).items()
+        if not is_adapter(name) and not is_low_rank(name)
+    }
+    return json.dumps({name: int(each) for name, each in sorted(_sums(arrays).items())})
+
+
+@jax.jit
+def _sums(arrays: Parameters) -> Parameters:
+    def total(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        return bits.sum(dtype=jnp.promote_types(bits.dtype, jnp.uint32))
+
+    return {name: total(x) for name, x in arrays.items()}
 
 
 def _placed(model: LanguageModel) -> LanguageModel:

@@ -111,7 +111,11 @@ class Trainer:
         )
         # Without arrays.
         self._skeleton = dataclasses.replace(
-            model, transformer=jax.eval_shape(lambda: student), policy=policy, mesh=mesh
+            model,
+            transformer=jax.eval_shape(lambda: student),
+            policy=policy,
+            mesh=mesh,
+            source=None if recipe.trained_for(policy) == "all" else model.source,
         )
         self._layer_parameters = layer_parameters(self._program.parameters, model.config.experts)
         self._peak = peak_operations(mesh)

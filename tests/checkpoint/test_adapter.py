@@ -30,16 +30,14 @@ POLICY = DMS(window=4, shift=0, source="adapter")
 FILES = ["dms_adapter.json", "dms_adapter.safetensors"]
 
 
-def changed(model: LanguageModel, change=None) -> LanguageModel:
-    """A model with a nonzero adapter; `change(name, x)` changes other parameters."""
+def changed(model: LanguageModel) -> LanguageModel:
+    """A model with a nonzero adapter."""
     transformer = add_adapter(model.transformer)
     arrays = parameters(transformer)
     for place, (name, x) in enumerate(sorted(arrays.items())):
         if is_adapter(name):
             noise = np.random.default_rng(place).normal(size=x.shape)
             arrays[name] = jax.device_put((x + noise).astype(x.dtype), x.sharding)
-        elif change is not None:
-            arrays[name] = change(name, x)
     return dataclasses.replace(model, transformer=rebuilder(transformer)(arrays), policy=POLICY)
 
 
@@ -155,25 +153,11 @@ def test_wrong_directory_says_what_to_load(base, adapter):
         load(base, adapter=base.parent / "peft")
 
 
-@pytest.mark.parametrize("part", ["qkv_proj.kernel", "embedding", "mlp_norm"])
-def test_trained_base_is_refused(base, tmp_path, part):
-    """Even if only one number of one tensor changed."""
-
-    def change(name, x):
-        return x.at[(0,) * x.ndim].multiply(1.5) if part in name else x
-
-    with pytest.raises(CheckpointError, match=r"1 of its other tensors were changed .*whole model"):
-        save(changed(load(base), change), POLICY, tmp_path / "adapter", adapter_only=True)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base"]
-
-
 def test_save_without_its_base_is_refused(base, tmp_path):
     model = changed(load(base))
-    llama = copy("families/llama2", tmp_path / "llama")
     for source, message in (
-        (str(llama), "qk_norm is False in the base, and True"),
-        (str(tmp_path / "gone"), "cannot be read any more"),
-        (None, "was not loaded from a checkpoint"),
+        (str(tmp_path / "gone"), "cannot be read|does not exist|No such file"),
+        (None, "it was not loaded from one"),
     ):
         other = dataclasses.replace(model, source=source)
         with pytest.raises(CheckpointError, match=message):
@@ -279,6 +263,6 @@ def test_retrofit_of_frozen_weights_and_of_all(tmp_path):
     save(frozen, EAGER, tmp_path / "adapter", adapter_only=True)
     assert_same(load(tmp_path / "base", adapter=tmp_path / "adapter"), frozen)
     trained = retrofit(model, EAGER, recipe=recipe(trainable="all"), **options)
-    with pytest.raises(CheckpointError, match=r"were changed .* by training all weights"):
+    with pytest.raises(CheckpointError, match="all its weights were trained"):
         save(trained, EAGER, tmp_path / "all", adapter_only=True)
     assert not (tmp_path / "all").exists()

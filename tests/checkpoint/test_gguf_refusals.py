@@ -236,23 +236,9 @@ def test_directory_with_a_gguf_names_it(tmp_path):
         load(tmp_path)
 
 
-@pytest.fixture
-def parts(tmp_path) -> list[pathlib.Path]:
+def test_missing_parts_are_named(tmp_path):
     convert(LLAMA, tmp_path / "model.gguf", split_max_tensors=8)
-    return sorted(tmp_path.glob("*.gguf"))
-
-
-def test_parts_that_are_not_of_one_model_are_refused(parts, tmp_path):
-    data = parts[1].read_bytes()
-    parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(CheckpointError, match="should be part 1 of 3"):
-        load(parts[0])
-    (tmp_path / "other").mkdir()
-    convert(LLAMA, tmp_path / "other" / "model.gguf", split_max_tensors=9)
-    parts[1].write_bytes(data)
-    parts[2].write_bytes(sorted((tmp_path / "other").iterdir())[2].read_bytes())
-    with pytest.raises(CheckpointError, match=r"not of one model|in both"):
-        load(parts[0])
+    parts = sorted(tmp_path.glob("*.gguf"))
     parts[1].unlink()
     assert "1 are not beside it: model-00002-of-00003.gguf" in refusal(parts[0])
 

@@ -7,7 +7,6 @@ This module needs neither dms_jax nor transformers:
 
 import json
 import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,8 +55,13 @@ def ends(tokens: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
 
 def vocabulary(kind: str) -> dict[str, int]:
     """A byte vocabulary with consecutive ids."""
-    ids = json.loads((GOLDEN / kind / "vocab.json").read_text())
+    ids = model(kind)["vocab"]
     return {text: place for place, text in enumerate(sorted(ids, key=ids.__getitem__))}
+
+
+def model(kind: str) -> dict[str, Any]:
+    """Vocabulary and merges of a golden byte-level tokenizer."""
+    return json.loads((GOLDEN / kind / "tokenizer.json").read_text())["model"]
 
 
 def size(kind: str) -> int:
@@ -66,8 +70,7 @@ def size(kind: str) -> int:
 
 
 def fast(kind: str, added: Sequence[tuple[int, str]] = (), **parts: Any) -> dict[str, Any]:
-    """A tokenizer.json made of vocab.json and merges.txt, with special tokens."""
-    lines = (GOLDEN / kind / "merges.txt").read_text().split("\n")
+    """A tokenizer.json with a byte vocabulary and special tokens."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -96,7 +99,7 @@ def fast(kind: str, added: Sequence[tuple[int, str]] = (), **parts: Any) -> dict
             "fuse_unk": False,
             "byte_fallback": False,
             "vocab": vocabulary(kind),
-            "merges": [line for line in lines if line and not line.startswith("#version")],
+            "merges": [" ".join(pair) for pair in model(kind)["merges"]],
         },
     } | parts
 
@@ -113,211 +116,87 @@ _QWEN = _after("qwen2", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object
 _LLAMA3 = _after("gpt2", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 _DEEPSEEK = _after("gpt2", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\uff5c>")
 _SMOL = [(index, text) for index, (_, text) in enumerate(_QWEN[:3])]
-_MISTRAL_PIECES = 817
 
-# Name: (files copied from a golden vocabulary, files written as JSON or text).
-TABLE: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "gpt2 of 2019": (
-        ["gpt2/vocab.json", "gpt2/merges.txt"],
-        {"config.json": {"model_type": "gpt2"}},
-    ),
-    "qwen2.5 without tokenizer.json": (
-        ["qwen2/vocab.json", "qwen2/merges.txt"],
-        {
-            "tokenizer_config.json": _decoder(_QWEN)
-            | {
-                "tokenizer_class": "Qwen2Tokenizer",
-                "add_bos_token": False,
-                "add_prefix_space": False,
-                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "bos_token": None,
-                "eos_token": "<|im_end|>",
-                "pad_token": "<|endoftext|>",
-                "unk_token": None,
-                "split_special_tokens": False,
-                "chat_template": CHATML,
-            }
+# Name: files, written as JSON or text.
+TABLE: dict[str, dict[str, Any]] = {
+    "llama 3": {
+        "tokenizer.json": fast("gpt2", _LLAMA3, post_processor=begins(_LLAMA3[0][1], size("gpt2"))),
+        "tokenizer_config.json": _decoder(_LLAMA3)
+        | {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
+            "chat_template": "{{ bos_token }}{{ messages[0].content }}<|eot_id|>",
         },
-    ),
-    "qwen1.5 as it is saved by the slow class": (
-        ["qwen2/vocab.json", "qwen2/merges.txt"],
-        {
-            "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None},
-            "added_tokens.json": {text: index for index, text in _QWEN[:3]},
-            "special_tokens_map.json": {
-                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "eos_token": "<|endoftext|>",
-                "pad_token": "<|endoftext|>",
-            },
+        "special_tokens_map.json": {
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
         },
-    ),
-    "openhermes: mistral with turns": (
-        ["mistral/tokenizer.model"],
-        {
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": "<s>",
-                "eos_token": "<|im_end|>",
-                "unk_token": "<unk>",
-                "legacy": True,
-                "chat_template": CHATML,
-            },
-            "added_tokens.json": {
-                "<|im_end|>": _MISTRAL_PIECES,
-                "<|im_start|>": _MISTRAL_PIECES + 1,
-            },
-            "special_tokens_map.json": {
-                "bos_token": "<s>",
-                "eos_token": "<|im_end|>",
-                "unk_token": "<unk>",
-            },
+    },
+    "deepseek's distilled qwen": {
+        "tokenizer.json": fast(
+            "gpt2", _DEEPSEEK, post_processor=begins(_DEEPSEEK[0][1], size("gpt2"))
+        ),
+        "tokenizer_config.json": {
+            "tokenizer_class": "LlamaTokenizerFast",
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "bos_token": token(_DEEPSEEK[0][1], normalized=True),
+            "eos_token": token(_DEEPSEEK[1][1], normalized=True),
+            "pad_token": token(_DEEPSEEK[1][1], normalized=True),
+            "unk_token": None,
+            "legacy": True,
         },
-    ),
-    "llama 2 before added_tokens_decoder": (
-        ["mistral/tokenizer.model"],
-        {
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": token("<s>", normalized=True),
-                "eos_token": token("</s>", normalized=True),
-                "unk_token": token("<unk>", normalized=True),
-                "pad_token": None,
-                "legacy": True,
-            },
-            "special_tokens_map.json": {
-                name: {k: v for k, v in token(text, normalized=True).items() if k != "__type"}
-                for name, text in (
-                    ("bos_token", "<s>"),
-                    ("eos_token", "</s>"),
-                    ("unk_token", "<unk>"),
-                )
-            },
+    },
+    "a fine-tune whose turns are in the config alone": {
+        "tokenizer.json": fast("gpt2", _LLAMA3[:2]),
+        "tokenizer_config.json": _decoder(_LLAMA3)
+        | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>"},
+    },
+    "saved by transformers 5": {
+        "tokenizer.json": fast("qwen2", _QWEN),
+        "tokenizer_config.json": {
+            "backend": "tokenizers",
+            "tokenizer_class": "TokenizersBackend",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "is_local": True,
         },
-    ),
-    "vicuna: a padding token of its own": (
-        ["mistral/tokenizer.model"],
-        {
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "bos_token": token("<s>"),
-                "eos_token": token("</s>"),
-                "unk_token": token("<unk>"),
-                "legacy": True,
-            },
-            "added_tokens.json": {"<pad>": _MISTRAL_PIECES},
-            "special_tokens_map.json": {"pad_token": "<pad>"},
+        "chat_template.jinja": CHATML,
+    },
+    "smollm2": {
+        "tokenizer.json": fast("gpt2", _after("gpt2", *(text for _, text in _SMOL))),
+        "tokenizer_config.json": _decoder(_after("gpt2", *(text for _, text in _SMOL)))
+        | {
+            "tokenizer_class": "GPT2Tokenizer",
+            "add_prefix_space": False,
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "bos_token": "<|im_start|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|im_end|>",
+            "unk_token": "<|endoftext|>",
+            "chat_template": CHATML,
         },
-    ),
-    "llama 3": (
-        [],
-        {
-            "tokenizer.json": fast(
-                "gpt2", _LLAMA3, post_processor=begins(_LLAMA3[0][1], size("gpt2"))
-            ),
-            "tokenizer_config.json": _decoder(_LLAMA3)
-            | {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<|begin_of_text|>",
-                "eos_token": "<|eot_id|>",
-                "chat_template": "{{ bos_token }}{{ messages[0].content }}<|eot_id|>",
-            },
-            "special_tokens_map.json": {
-                "bos_token": "<|begin_of_text|>",
-                "eos_token": "<|eot_id|>",
-            },
+    },
+    "an embedding model: texts end in a token": {
+        "tokenizer.json": fast(
+            "qwen2", _QWEN, post_processor=ends({"back": ("<|endoftext|>", _QWEN[0][0])})
+        ),
+        "tokenizer_config.json": _decoder(_QWEN)
+        | {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
         },
-    ),
-    "deepseek's distilled qwen": (
-        [],
-        {
-            "tokenizer.json": fast(
-                "gpt2", _DEEPSEEK, post_processor=begins(_DEEPSEEK[0][1], size("gpt2"))
-            ),
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizerFast",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": token(_DEEPSEEK[0][1], normalized=True),
-                "eos_token": token(_DEEPSEEK[1][1], normalized=True),
-                "pad_token": token(_DEEPSEEK[1][1], normalized=True),
-                "unk_token": None,
-                "legacy": True,
-            },
-        },
-    ),
-    "a fine-tune whose turns are in the config alone": (
-        [],
-        {
-            "tokenizer.json": fast("gpt2", _LLAMA3[:2]),
-            "tokenizer_config.json": _decoder(_LLAMA3)
-            | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>"},
-        },
-    ),
-    "saved by transformers 5": (
-        [],
-        {
-            "tokenizer.json": fast("qwen2", _QWEN),
-            "tokenizer_config.json": {
-                "backend": "tokenizers",
-                "tokenizer_class": "TokenizersBackend",
-                "eos_token": "<|im_end|>",
-                "pad_token": "<|endoftext|>",
-                "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "is_local": True,
-            },
-            "chat_template.jinja": CHATML,
-        },
-    ),
-    "smollm2": (
-        [],
-        {
-            "tokenizer.json": fast("gpt2", _after("gpt2", *(text for _, text in _SMOL))),
-            "tokenizer_config.json": _decoder(_after("gpt2", *(text for _, text in _SMOL)))
-            | {
-                "tokenizer_class": "GPT2Tokenizer",
-                "add_prefix_space": False,
-                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "bos_token": "<|im_start|>",
-                "eos_token": "<|im_end|>",
-                "pad_token": "<|im_end|>",
-                "unk_token": "<|endoftext|>",
-                "chat_template": CHATML,
-            },
-        },
-    ),
-    "an embedding model: texts end in a token": (
-        [],
-        {
-            "tokenizer.json": fast(
-                "qwen2", _QWEN, post_processor=ends({"back": ("<|endoftext|>", _QWEN[0][0])})
-            ),
-            "tokenizer_config.json": _decoder(_QWEN)
-            | {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"},
-        },
-    ),
-    "no tokenizer_config.json": (
-        [],
-        {"tokenizer.json": fast("qwen2", _QWEN), "config.json": {"model_type": "qwen2"}},
-    ),
+    },
 }
 
 
-def write(directory: pathlib.Path, copied: list[str], written: Mapping[str, Any]) -> None:
+def write(directory: pathlib.Path, written: Mapping[str, Any]) -> None:
     """Write the files of a layout."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in copied:
-        kind, file = name.split("/")
-        if file == "vocab.json":
-            (directory / file).write_text(json.dumps(vocabulary(kind)), encoding="utf-8")
-        else:
-            shutil.copy(GOLDEN / name, directory)
     for name, content in written.items():
-        (directory / name).parent.mkdir(exist_ok=True)
         text = content if isinstance(content, str) else json.dumps(content)
         (directory / name).write_text(text, encoding="utf-8")
 
@@ -341,8 +220,6 @@ def texts(written: Mapping[str, Any]) -> list[str]:
     for name, content in written.items():
         if name == "tokenizer.json":
             collect(content["added_tokens"])
-        elif name == "added_tokens.json":
-            declared.extend(content)
         elif name != "config.json":
             collect(content)
     spelled = list(dict.fromkeys(declared))

@@ -51,10 +51,10 @@ def main(told: dict[str, Any]) -> None:
 
     write = saving.write_tensors
 
-    def write_tensors(tensors: Any, directory: pathlib.Path, files: Any) -> None:
+    def write_tensors(tensors: Any, directory: pathlib.Path, most_bytes: int) -> None:
         if told.get("full") == index and "snapshots" in directory.parts:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(tensors, directory, files)
+        write(tensors, directory, most_bytes)
 
     if "device" in told:
         trainer.data_sheet = lambda kind: DEVICES[told["device"]]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Vanilla
 from dms_jax.sharding import TRAINING_RULES, make_mesh
+from dms_jax.training import api
 from dms_jax.training.parameters import add_adapter, parameters, rebuilder, shardings
-from dms_jax.training.weights_fingerprint import weights_fingerprint
 from tests.training.tiny import ADAPTER, language_model, recipe
 
 
@@ -19,7 +19,7 @@ def test_the_fingerprint_covers_every_weight_on_any_mesh():
     rebuild, arrays = rebuilder(transformer), parameters(transformer)
 
     def digest(arrays):
-        return weights_fingerprint(LanguageModel(rebuild(arrays)), ADAPTER, recipe())
+        return api._frozen_weights(LanguageModel(rebuild(arrays)), ADAPTER, recipe())
 
     split = {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
     name = "layers.mlp.down_proj.kernel"
@@ -36,6 +36,6 @@ def test_the_fingerprint_covers_every_weight_on_any_mesh():
 
 def test_no_fingerprint_where_checkpoints_hold_all_weights():
     plain = recipe(loss="language_modeling", trainable="all")
-    assert weights_fingerprint(language_model(), Vanilla(), plain) is None
+    assert api._frozen_weights(language_model(), Vanilla(), plain) is None
     frozen = dataclasses.replace(plain, trainable="low_rank")
-    assert weights_fingerprint(language_model(), Vanilla(), frozen) is not None
+    assert api._frozen_weights(language_model(), Vanilla(), frozen) is not None

@@ -88,24 +88,9 @@ class GgufFiles:
         files = [first]
         if count not in (0, 1):  # 0 in a file that llama-gguf-split merged
             files = [first if p.name == path.name else GgufFile(p) for p in _parts(path, count)]
-            _check_parts(files)
         self.name = files[0].path.name
         self.metadata = files[0].metadata
-        self.tensors: dict[str, TensorInfo] = {}
-        for file in files:
-            for name, info in file.tensors.items():
-                if name in self.tensors:
-                    raise CheckpointError(
-                        f"tensor {plain(name)} is in both {self.tensors[name].file.path.name} and "
-                        f"{file.path.name}"
-                    )
-                self.tensors[name] = info
-        total = self.metadata.get("split.tensors.count", len(self.tensors))
-        if total != len(self.tensors):
-            raise CheckpointError(
-                f"{self.name} and the files that belong to it hold {len(self.tensors)} tensors, "
-                f"but it announces {plain(total)}: they are not of one model"
-            )
+        self.tensors = {name: info for file in files for name, info in file.tensors.items()}
 
 
 def _parts(path: pathlib.Path, count: Any) -> list[pathlib.Path]:
@@ -131,16 +116,6 @@ def _parts(path: pathlib.Path, count: Any) -> list[pathlib.Path]:
         )
     # Do not resolve links (in a hub cache): their targets have other names.
     return [path.parent / part for part in parts]
-
-
-def _check_parts(files: list["GgufFile"]) -> None:
-    for number, file in enumerate(files):
-        said = [file.metadata.get(key) for key in ("split.no", "split.count")]
-        if said != [number, len(files)]:
-            raise CheckpointError(
-                f"{file.path.name} should be part {number} of {len(files)} (split.no, split.count, "
-                f"counted from 0), but says {plain(said)}: the files are not of one model"
-            )
 
 
 class GgufFile:

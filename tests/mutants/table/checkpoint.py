@@ -16,10 +16,10 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizers: runs of spaces are looked for in text that is not escaped",
-        FOLDER + "sentencepiece.py",
-        "escaped = not model.add_dummy_prefix",
-        "escaped = False",
-        ("tests/checkpoint/test_tokenizer.py::test_ids_are_those_of_the_reference",),
+        FOLDER + "gguf/tokenizer.py",
+        "escaped=not prefixed",
+        "escaped=False",
+        ("tests/checkpoint/test_gguf_tokenizers.py",),
     ),
     Mutant(
         "adapter: only the shape of a base is compared",
@@ -29,11 +29,18 @@ MUTANTS = [
         (f"{ADAPTER}::test_base_with_other_numbers_is_refused",),
     ),
     Mutant(
-        "saving: of several processes the first is dealt all files",
-        FOLDER + "shard_plan.py",
-        "        loads[owners[number]] += sizes[number]\n",
+        "adapter: a base that was trained is not noticed",
+        "dms_jax/training/trainer.py",
+        'source=None if recipe.trained_for(policy) == "all" else model.source',
+        "source=model.source",
+        (f"{ADAPTER}::test_retrofit_of_frozen_weights_and_of_all",),
+    ),
+    Mutant(
+        "tokens: those of added_tokens_decoder are not added",
+        FOLDER + "added_tokens.py",
+        "    _add_numbered(backend, _numbered(config), special)\n",
         "",
-        ("tests/checkpoint/test_distributed_save.py::test_files_are_assigned_by_size",),
+        ("tests/checkpoint/test_layouts.py::test_well_known_layouts",),
     ),
     Mutant(
         "tokens: a context ends in the token that ends a text",
