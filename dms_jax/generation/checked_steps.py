@@ -140,8 +140,7 @@ class CheckedSteps:
           num_steps: number of steps (C).
           table: the page table on the device.
         """
-        first = self.newest
-        takes_back = no_lanes = np.zeros(len(self._ended), bool)
+        first, takes_back = self.newest, np.zeros(len(self._ended), bool)
         unchecked: _Step | None = None
         mesh = self._runner.model.mesh
         with use_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as self._thread:
@@ -155,10 +154,10 @@ class CheckedSteps:
                         break
                     check = None if unchecked is None else self._begin_check(unchecked)
                     step = self._launch(number, table, takes_back)
-                    takes_back = no_lanes
+                    takes_back = np.zeros_like(takes_back)
                     if number == 0:
                         self._consume_first(np.asarray(first))
-                    if check is not None:
+                    if unchecked is not None and check is not None:
                         takes_back = step.void[:] = self._wait(check)
                         self._taken = self._taken - (takes_back & step.active)
                         self._redraw(unchecked, takes_back)

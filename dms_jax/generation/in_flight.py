@@ -112,6 +112,7 @@ class InFlight:
             )
             if program.steps:
                 self.programs.append((program, dict(running)))
+            assert program.checked is not None
             if program.checked.error is not None:
                 collections.deque(meanwhile, maxlen=0)
                 self.collect_prompts()  # raises if their logits are not numbers
