@@ -313,20 +313,6 @@ def _in_order(out: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
     return out, dataclasses.replace(cache, pool=pool)
 
 
-def _after(out: Array, slots: Int[Array, "B K T"]) -> Int[Array, "B K T"]:
-    """Returns the slots of a write, on a CPU as a function of attention's output.
-
-    XLA's compiler for CPUs copies the whole pool in every layer unless a write depends on all
-    earlier reads, and it drops barriers before it decides.
-    """
-
-    def depending(out, slots):
-        bits = jax.lax.bitcast_convert_type(out.max(), f"uint{8 * out.dtype.itemsize}")
-        return slots + (jax.lax.population_count(bits) >> 8).astype(slots.dtype)  # adds 0
-
-    return jax.lax.platform_dependent(out, slots, cpu=depending, default=lambda _, slots: slots)
-
-
 def in_use(lengths: Int[Array, "*L B K"], count: Int[Array, " B"]) -> Int[Array, "B 1"]:
     """Returns the slots in use after a step, summed over a sequence's rows; 0 if it is idle."""
     rows = tuple(axis for axis in range(lengths.ndim) if axis != lengths.ndim - 2)
