@@ -97,7 +97,7 @@ class InFlight:
         bound = {lane: each for lane, each in going.items() if each.matcher is not None}
         if self.runner.host is not None and bound:  # KCache's values are written between steps
             num_steps = 1
-        if any(remaining[lane] for lane in bound):
+        if bound:
             assert rule is not None, "answers that are given have no grammar"
             program = self.runner.decode_checked(
                 bound,

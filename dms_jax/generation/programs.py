@@ -1,7 +1,7 @@
 """The compiled programs of generation: prefill, first tokens, decode, copies of lanes.
 
-A chunk of decode steps is one program, `decode`. With grammars each step is two, `advance` and
-`draw` (`grammar`).
+A chunk of decode steps is one program, `decode`. With grammars each step is one, `step`, and tokens
+may be drawn again by `redraw` (`checked_steps`).
 
 Each takes the cache as a donated argument and returns it. The page table is a separate read-only
 argument, and is not part of the cache between programs. `Program` holds the compiler options of

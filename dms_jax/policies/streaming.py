@@ -88,6 +88,11 @@ class StreamingLLM(EvictionByToken, DelayedEviction):
         """See `Policy.visible_window`: the recent tokens without the current one."""
         return self.budget - self.sinks - 1
 
+    @property
+    def can_undo(self) -> bool:
+        """See `Policy.can_undo`: unless with a compression ratio pages hold positions."""
+        return self.compression_ratio is None and super().can_undo
+
     def footprint(self, tokens, *, page_size, group=1, compression_ratio=1) -> Footprint:
         """Returns a footprint of at most the budget."""
         return bounded(tokens, self.budget_for(tokens))

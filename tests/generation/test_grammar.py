@@ -22,6 +22,7 @@ from dms_jax.generation.grammar import Grammar, GrammarError, Matcher, masks_of
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.generation.sampling import LanesFilter, sample
+from dms_jax.policies.values import CacheShape
 from tests.generation.support import (
     MECHANISMS,
     SHAPE,
@@ -31,6 +32,7 @@ from tests.generation.support import (
     serve_arrivals,
     stories,
 )
+from tests.laws.rows import OPTIONS
 
 PERSON = {
     "type": "object",
@@ -382,6 +384,21 @@ def test_grammar_of_any_text_changes_no_answer(name):
         assert one.usage.live_tokens == other.usage.live_tokens
         assert one.usage.kv_reads == other.usage.kv_reads
         assert one.usage.peak_tokens == other.usage.peak_tokens
+
+
+def test_policies_with_state_by_page_take_no_step_back():
+    """A step changes it, and only lengths and the state of rows are restored."""
+    shape = CacheShape(1, 2, 4, jnp.float32, num_pages=2, page_size=4)
+    undoable = [each for some in OPTIONS.values() for each in some if each.can_undo]
+    assert {type(each) for each in undoable} == {
+        dms_jax.Vanilla,
+        dms_jax.DMS,
+        dms_jax.StreamingLLM,
+        dms_jax.RandomEviction,
+        dms_jax.KVzap,
+    }
+    for policy in undoable:
+        assert not jax.tree.leaves(policy.init_state(shape).pages), policy
 
 
 UNDOABLE = {
