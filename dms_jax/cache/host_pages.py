@@ -6,10 +6,11 @@ share it here too, and nothing is copied twice:
     device   page 7 (prefixes A, B)     A leaves:  page 7 is copied to host page 2, B keeps page 7
     host                                B leaves:  host page 2 again, and page 7 is free
 
-Copies to the host run in the background; reads here wait for them.
+Copies to the host run in the background, in a thread of their own; reads here wait for them.
 """
 
 import collections
+import concurrent.futures
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxtyping import Int
 
 NO_PAGE = -1
 _IN_FLIGHT = 8  # blocks on their way to the host; the device holds them beside its pool
+_thread = concurrent.futures.ThreadPoolExecutor(1, "dms_jax host pages")  # NumPy releases the GIL
 
 
 class HostPages:
@@ -37,7 +39,7 @@ class HostPages:
         self._free = np.arange(num_pages, dtype=np.int32)[::-1]
         self._device_of = np.full(num_pages, NO_PAGE, np.int32)
         self._host_of = np.full(device_pages, NO_PAGE, np.int32)
-        self._writing: collections.deque[tuple[Int[np.ndarray, " n"], Any]] = collections.deque()
+        self._writing = collections.deque[concurrent.futures.Future[None]]()  # oldest first
 
     @property
     def used(self) -> int:
@@ -83,28 +85,26 @@ class HostPages:
             arrays = read(missing[some])
             for leaf in jax.tree.leaves(arrays):
                 leaf.copy_to_host_async()
-            self._writing.append((own[some], arrays))
-            while len(self._writing) > _IN_FLIGHT or self._oldest_arrived():
-                self._write_oldest()
+            self._writing.append(_thread.submit(self._write, own[some], arrays))
+            self._wait(leave=_IN_FLIGHT)
         return slots
 
     def read(self, slots: Int[np.ndarray, " n"]) -> Iterator[tuple[Int[np.ndarray, " b"], Any]]:
         """Yields blocks of pages: their indices in `slots`, and contents, padded to a block."""
-        while self._writing:
-            self._write_oldest()
+        self._wait()
         for start in range(0, len(slots), self.block):
             which = np.arange(start, min(start + self.block, len(slots)))
             padded = np.resize(slots[which], self.block)
             yield which, jax.tree.map(lambda x, own=padded: x[own], self._pages)
 
-    def _oldest_arrived(self) -> bool:
-        oldest = self._writing[0][1] if self._writing else ()
-        return bool(oldest) and all(leaf.is_ready() for leaf in jax.tree.leaves(oldest))
-
-    def _write_oldest(self) -> None:
-        slots, arrays = self._writing.popleft()
+    def _write(self, slots: Int[np.ndarray, " n"], arrays: Any) -> None:
         for own, block in zip(*map(jax.tree.leaves, (self._pages, arrays)), strict=True):
             own[slots] = np.asarray(block)[: len(slots)]
+
+    def _wait(self, leave: int = 0) -> None:
+        """Waits for copies, all but the last `leave`."""
+        while len(self._writing) > leave:
+            self._writing.popleft().result()
 
     def drop(self, slots: Int[np.ndarray, " n"]) -> None:
         """Ends the use of pages by a prefix."""
@@ -131,7 +131,7 @@ class HostPages:
 
     def clear(self) -> None:
         """Drops all pages and their links to device pages."""
-        self._writing.clear()
+        self._wait()
         self._uses[:] = 0
         self._free = np.arange(len(self._uses), dtype=np.int32)[::-1]
         self._device_of[:] = NO_PAGE
