@@ -134,10 +134,28 @@ _WHY = {
 }
 # Fields about the caller, or about how other servers work.
 IGNORED = frozenset(
-    "user metadata client_metadata safety_identifier prompt_cache_key prompt_cache_retention "
-    "cache_control cache_salt store include service_tier speed inference_geo betas "
-    "context_management verbosity prediction request_id stream_options "
-    "guided_decoding_backend".split()
+    {
+        "user",
+        "metadata",
+        "client_metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_control",
+        "cache_salt",
+        "store",
+        "include",
+        "service_tier",
+        "speed",
+        "inference_geo",
+        "betas",
+        "context_management",
+        "verbosity",
+        "prediction",
+        "request_id",
+        "stream_options",
+        "guided_decoding_backend",
+    }
 )
 
 
@@ -186,7 +204,7 @@ class Table:
         return {n: check_field(n, value, kinds[n]) for n, value in given.items()}, tuple(unknown)
 
     def _reason(self, name: str) -> str:
-        if why := (_WHY | self.why).get(name):
+        if why := self.why.get(name) or _WHY.get(name):
             return why
         same = [each for names in _SAME if name in names for each in names if each in self.served]
         return f"send {same[0]}" if same else ""

@@ -34,8 +34,8 @@ OF_FEW_BITS = [
 ]
 ROWS = MODEL_ROWS + [row for row in EVERY_POLICY if row not in MODEL_ROWS] + OF_FEW_BITS
 by_name = dict(ids=lambda row: row.name)
-# In bfloat16 the log-probabilities of tokens drawn in steps and of the same tokens read as a prompt,
-# two programs of different shape, were up to 0.06 apart under Vanilla and 0.11 under DMS (60 each).
+# Log-probabilities of tokens drawn in steps, and of the same tokens read as a prompt, two programs
+# of different shape, were up to 0.06 (Vanilla) and 0.11 (DMS) apart in bfloat16, 60 tokens each.
 BFLOAT16_TOLERANCE = 0.125
 SAMPLING = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
 DOCUMENT, *QUESTIONS = (

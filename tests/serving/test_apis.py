@@ -6,8 +6,9 @@ import logging
 import pytest
 
 import dms_jax
-from dms_jax.serving import chat_api, completions_api, fields, messages_api, responses_api
+from dms_jax.serving import chat_api, completions_api, messages_api, responses_api
 from dms_jax.serving.apis import APIS, parse_body
+from dms_jax.serving.fields import IGNORED
 from dms_jax.serving.refusals import RefusalError
 from tests.serving.scripted import CACHED, scripted, served_model
 from tests.serving.support import BODIES
@@ -657,7 +658,7 @@ def test_messages_errors_have_anthropic_form(client, fields, words):
 @pytest.mark.parametrize("path", BODIES)
 def test_fields_of_other_endpoints_are_refused(path):
     own, served = TABLES[path].served, served_model("plain")
-    others = {name for table in TABLES.values() for name in table.served} - {*own} - fields.IGNORED
+    others = {name for table in TABLES.values() for name in table.served} - {*own} - IGNORED
     assert len(others) > 10
     for name in others:
         with pytest.raises(RefusalError) as refused:
@@ -668,7 +669,7 @@ def test_fields_of_other_endpoints_are_refused(path):
 @pytest.mark.parametrize("path", BODIES)
 def test_ignored_and_neutral_fields_are_accepted(path):
     """Those that clients send, some of which resemble a supported field (`speed` and `seed`)."""
-    ignored = {name: "x" for name in fields.IGNORED - {*TABLES[path].served}}
+    ignored = dict.fromkeys(IGNORED - {*TABLES[path].served}, "x")
     neutral = dict(logprobs=False, n=1, num_beams=1, repetition_penalty=1.0, tools=[], stop=[])
     neutral |= dict(truncation="disabled", parallel_tool_calls=True, reasoning=None)
     neutral = {name: neutral[name] for name in neutral.keys() - TABLES[path].served.keys()}
