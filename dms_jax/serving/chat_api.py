@@ -21,8 +21,6 @@ from dms_jax.serving.chats import (
 from dms_jax.serving.completions_api import FINISH_REASONS, CompletionFormatter
 from dms_jax.serving.fields import (
     COMPLETING,
-    NEUTRAL,
-    WHY,
     Table,
     include_usage,
     sampling_of,
@@ -45,8 +43,10 @@ _FIELDS = Table(
         "reasoning_effort": str,
         "chat_template_kwargs": Any,
     },
-    NEUTRAL | {"prompt": ()},
-    WHY | {"prompt": "/v1/completions takes a prompt"},
+    why={
+        "prompt": "/v1/completions takes a prompt",
+        "system": "send a message with the role system",
+    },
 )
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -17,7 +17,6 @@ from dms_jax.generation.text import TextOffsets
 from dms_jax.serving.fields import (
     COMPLETING,
     NEUTRAL,
-    WHY,
     Table,
     include_usage,
     sampling_of,
@@ -30,12 +29,10 @@ from dms_jax.serving.service import Delta
 
 _FIELDS = Table(
     COMPLETING | {"prompt": Any, "logprobs": Whole, "max_tokens": Whole, "echo": bool},
-    NEUTRAL | {"messages": (), "tools": ([],), "max_completion_tokens": ()},
-    WHY
-    | {
+    NEUTRAL | {"add_special_tokens": (True,)},
+    {
         "messages": "/v1/chat/completions takes messages",
         "tools": "/v1/chat/completions takes tools",
-        "max_completion_tokens": "send max_tokens",
     },
 )
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}

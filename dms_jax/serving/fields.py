@@ -18,7 +18,6 @@ from dms_jax.serving.refusals import RefusalError, naming, unknown_model, unserv
 MOST_CHOICES = 128
 MOST_STOPS = 16
 _TYPO = 0.8  # similarity of two names, by `difflib`
-_NEVER: tuple[Any, ...] = ()
 _GIVEN = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 
 # Fields of every endpoint that generates.
@@ -45,78 +44,116 @@ COMPLETING: dict[str, Any] = SAMPLING | {
     "structured_outputs": Any,
     "response_format": Any,
 }
-# Unsupported fields that change answers, with the values that are accepted as neutral.
+# Fields that change answers, of every endpoint here and of OpenAI, vLLM, SGLang, llama.cpp and
+# transformers, by the values that are accepted as neutral where a field is not supported.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "length_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "logit_bias": ({}, []),
-    "logits_processors": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": _NEVER,
-    "stop_token_ids": ([],),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "typical_p": (1,),
-    "mirostat": (0,),
-    "top_a": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (-1,),
-    "truncation": ("disabled",),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "guided_grammar": _NEVER,
-    "grammar": _NEVER,
-    "ebnf": _NEVER,
-    "regex": _NEVER,
-    "json_schema": _NEVER,
-    "chat_template": _NEVER,
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "modalities": (["text"],),
-    "audio": _NEVER,
-    "web_search_options": _NEVER,
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "lora_path": _NEVER,
+    name: values
+    for values, names in (
+        (
+            (0,),
+            "diversity_penalty dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff "
+            "frequency_penalty logprobs min_length min_new_tokens min_tokens mirostat "
+            "no_repeat_ngram_size presence_penalty prompt_logprobs top_a top_logprobs "
+            "xtc_probability",
+        ),
+        (
+            (1,),
+            "best_of encoder_repetition_penalty guidance_scale length_penalty n num_beam_groups "
+            "num_beams num_return_sequences repeat_penalty repetition_penalty tfs_z typical_p",
+        ),
+        (
+            (False,),
+            "add_special_tokens background continue_final_message early_stopping echo ignore_eos "
+            "include_stop_str_in_output no_stop_trim renormalize_logits token_healing "
+            "use_beam_search",
+        ),
+        (
+            (True,),
+            "add_generation_prompt include_reasoning parallel_tool_calls separate_reasoning "
+            "skip_special_tokens spaces_between_special_tokens",
+        ),
+        (
+            ([], {}, ""),
+            "bad_words chat_template_kwargs documents functions logit_bias logits_processors "
+            "mcp_servers stop stop_sequences stop_strings stop_token_ids suffix tools",
+        ),
+        (("none", "auto"), "function_call tool_choice"),
+        ((-1,), "truncate_prompt_tokens"),
+        (("disabled",), "truncation"),
+        (("auto", "deepseek", "parsed"), "reasoning_format"),
+        ((["text"],), "modalities"),
+        (({"type": "text"},), "response_format"),
+        (({}, {"format": {"type": "text"}}), "text"),
+        (
+            (),
+            "allowed_token_ids audio bad_words_ids begin_suppress_tokens chat_template constraints "
+            "container conversation custom_logit_processor custom_params do_sample dola_layers "
+            "ebnf enable_thinking eos_token_id exponential_decay_length_penalty "
+            "force_words_ids forced_bos_token_id forced_eos_token_id format generation_config "
+            "grammar guided_choice guided_grammar guided_json guided_regex "
+            "guided_whitespace_pattern input input_ids inputs instructions json_schema lora_path "
+            "max_completion_tokens max_length max_new_tokens max_output_tokens max_time max_tokens "
+            "max_tool_calls messages n_predict num_predict options output_config output_format "
+            "penalty_alpha previous_response_id prompt prompt_embeds prompt_token_ids reasoning "
+            "reasoning_effort regex sampling_params sampling_seed sequence_bias stop_regex "
+            "structural_tag structured_outputs suppress_tokens system think thinking "
+            "thinking_budget thinking_token_budget top_h vllm_xargs watermarking_config "
+            "web_search_options",
+        ),
+    )
+    for name in names.split()
 }
-WHY = {
+# Fields of one meaning: where one is refused, the message names the first that is served.
+_SAME = tuple(
+    names.split()
+    for names in (
+        "messages input prompt inputs input_ids prompt_token_ids prompt_embeds",
+        "system instructions messages prompt",
+        "max_tokens max_completion_tokens max_output_tokens max_new_tokens max_length n_predict "
+        "num_predict",
+        "stop stop_sequences stop_strings",
+        "n num_return_sequences",
+        "seed sampling_seed",
+        "temperature do_sample",
+        "guided_regex regex guided_grammar grammar ebnf",
+        "response_format text output_config output_format json_schema format guided_json",
+        "tools functions",
+        "tool_choice function_call parallel_tool_calls",
+        "reasoning_effort reasoning thinking chat_template_kwargs enable_thinking think",
+    )
+)
+_STATELESS = "no answers are stored; send the whole conversation"
+_WHY = {
     "top_logprobs": "only the log-probability of the chosen token is known",
-    "functions": "send tools",
-    "function_call": "send tool_choice",
-    "guided_grammar": "send response_format, guided_json, guided_regex or guided_choice",
-    "grammar": "send response_format, guided_json, guided_regex or guided_choice",
-    "ebnf": "send response_format, guided_json, guided_regex or guided_choice",
-    "regex": "send guided_regex",
-    "json_schema": "send response_format",
     "min_tokens": "ignore_eos with max_tokens makes answers of one length",
     "best_of": "it would rank answers, and n gives all of them",
+    "max_tool_calls": "this server runs no tools itself",
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "background": _STATELESS,
 }
 # Fields about the caller, or about how other servers work.
 IGNORED = frozenset(
     {
         "user",
         "metadata",
+        "client_metadata",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "cache_control",
+        "cache_salt",
         "store",
+        "include",
         "service_tier",
+        "speed",
+        "inference_geo",
+        "betas",
+        "context_management",
         "verbosity",
         "prediction",
         "request_id",
-        "cache_salt",
+        "stream_options",
         "guided_decoding_backend",
     }
 )
@@ -130,13 +167,11 @@ class Table:
       served: supported fields, name -> kind (`dms_jax.checks`).
       neutral: unsupported fields that change answers, name -> values that change nothing.
       why: name -> addition to the message that refuses it.
-      ignored: fields that change nothing and cause no warning.
     """
 
     served: Mapping[str, Any]
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=lambda: NEUTRAL)
-    why: Mapping[str, str] = dataclasses.field(default_factory=lambda: WHY)
-    ignored: frozenset[str] = IGNORED
+    why: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def read(self, body: bytes, models: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Returns the checked supported fields, and the names of unknown ones.
@@ -157,16 +192,22 @@ class Table:
             raise unknown_model(fields["model"], models)
         unknown = []
         for name, value in fields.items():
-            if name in self.served or name in self.ignored:
+            if name in self.served or name in IGNORED:
                 continue
             if name not in self.neutral:
                 self._check_typo(name)
                 unknown.append(name)
             elif value not in self.neutral[name]:
-                raise unserved(name, value, self.why.get(name, ""))
+                raise unserved(name, value, self._reason(name))
         given = {name: value for name, value in fields.items() if name in self.served}
         kinds = self.served
         return {n: check_field(n, value, kinds[n]) for n, value in given.items()}, tuple(unknown)
+
+    def _reason(self, name: str) -> str:
+        if why := self.why.get(name) or _WHY.get(name):
+            return why
+        same = [each for names in _SAME if name in names for each in names if each in self.served]
+        return f"send {same[0]}" if same else ""
 
     def _check_typo(self, name: str) -> None:
         if meant := difflib.get_close_matches(name.lower(), self.served, 1, _TYPO):

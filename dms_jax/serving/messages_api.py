@@ -20,7 +20,7 @@ from dms_jax.serving.chats import (
     template_variables,
     with_leading_system,
 )
-from dms_jax.serving.fields import IGNORED, NEUTRAL, SAMPLING, WHY, Table, sampling_of
+from dms_jax.serving.fields import SAMPLING, Table, sampling_of
 from dms_jax.serving.formatting import Formatter, named_event
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import Asked, GenerationRequest, response_format_rule
@@ -28,24 +28,20 @@ from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta
 from dms_jax.serving.tools import Tools, check_tools, make_tool
 
-_SERVED: dict[str, Any] = SAMPLING | {
-    "messages": Any,
-    "system": Any,
-    "max_tokens": Count,
-    "stop_sequences": list,
-    "tools": Any,
-    "tool_choice": dict,
-    "thinking": dict,
-    "output_config": dict,
-    "output_format": dict,
-    "chat_template_kwargs": Any,
-}
-_REFUSED = {"prompt": (), "input": (), "n": (1,), "container": (), "mcp_servers": ([],)}
 _FIELDS = Table(
-    _SERVED,
-    NEUTRAL | _REFUSED,
-    WHY | {"prompt": "send messages", "input": "send messages"},
-    IGNORED | {"context_management", "betas", "inference_geo", "cache_control", "speed"},
+    SAMPLING
+    | {
+        "messages": Any,
+        "system": Any,
+        "max_tokens": Count,
+        "stop_sequences": list,
+        "tools": Any,
+        "tool_choice": dict,
+        "thinking": dict,
+        "output_config": dict,
+        "output_format": dict,
+        "chat_template_kwargs": Any,
+    },
 )
 _STOP_REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 _KINDS = {

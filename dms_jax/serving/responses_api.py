@@ -31,7 +31,7 @@ from dms_jax.serving.chats import (
     template_variables,
     with_leading_system,
 )
-from dms_jax.serving.fields import IGNORED, NEUTRAL, SAMPLING, WHY, Table, sampling_of
+from dms_jax.serving.fields import SAMPLING, Table, sampling_of
 from dms_jax.serving.formatting import Formatter, named_event
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import Asked, GenerationRequest, response_format_rule
@@ -39,7 +39,6 @@ from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta
 from dms_jax.serving.tools import Tools, check_tools, make_tool
 
-_STATELESS = "no answers are stored; send the whole conversation as input"
 _FIELDS = Table(
     SAMPLING
     | {
@@ -53,27 +52,7 @@ _FIELDS = Table(
         "reasoning": dict,
         "chat_template_kwargs": Any,
     },
-    NEUTRAL
-    | {
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
-        "background": (False,),
-        "messages": (),
-        "n": (1,),
-        "stop": ([],),
-        "max_tool_calls": (),
-    },
-    WHY
-    | {
-        "previous_response_id": _STATELESS,
-        "conversation": _STATELESS,
-        "prompt": "send instructions and input",
-        "background": _STATELESS,
-        "messages": "send input",
-        "max_tool_calls": "this server runs no tools itself",
-    },
-    IGNORED | {"include", "stream_options", "client_metadata"},
+    why={"prompt": "send instructions and input"},
 )
 _SERVED_TOOLS = ("function", "namespace")
 _SEPARATOR = "."

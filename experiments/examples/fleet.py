@@ -6,7 +6,7 @@ Clients of any API of the server talk to http://HOST:8000. Ray Serve's `Consiste
 requests with the same beginning to one replica, and to the next on its ring while that one is full.
 Ray Serve replaces a replica that has ended, and replaces all in turn when `serve deploy` changes
 options. The stream of an ended replica closes with an error event; a request without output is sent
-to another replica. Needs ray[serve]>=2.60 and Linux.
+to another replica. Needs the extra `fleet` and Linux.
 """
 
 import asyncio

@@ -4,17 +4,22 @@ An engine with a prefix cache serves requests with a common beginning, one after
 engine without one prefills each of them. Decisions, usage and tokens are the same, and
 log-probabilities up to rounding, because a prompt in two parts runs in other programs. If the
 programs are the same, because both prompts are split at the same place, every bit is equal.
+
+The rows are in float64; Vanilla and DMS run in bfloat16, too.
 """
 
 import dataclasses
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dms_jax
 from dms_jax.generation import Completion, Engine
 from dms_jax.model.language_model import LanguageModel
+from dms_jax.model.transformer import Transformer
 from tests.laws.rows import MODEL_ROWS, POLICY_ROWS, Row, model_for
 from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, TOLERANCE, engine_of
 from tests.support.instances import nightly_but
@@ -29,6 +34,9 @@ OF_FEW_BITS = [
 ]
 ROWS = MODEL_ROWS + [row for row in EVERY_POLICY if row not in MODEL_ROWS] + OF_FEW_BITS
 by_name = dict(ids=lambda row: row.name)
+# Log-probabilities of tokens drawn in steps, and of the same tokens read as a prompt, two programs
+# of different shape, were up to 0.06 (Vanilla) and 0.11 (DMS) apart in bfloat16, 60 tokens each.
+BFLOAT16_TOLERANCE = 0.125
 SAMPLING = dataclasses.replace(ALMOST_GREEDY, max_new_tokens=6)
 DOCUMENT, *QUESTIONS = (
     random_tokens(seed, length).tolist() for seed, length in ((80, 13), (81, 4), (82, 4), (83, 4))
@@ -50,7 +58,20 @@ def figures(completion: Completion) -> dict:
 
 @pytest.mark.parametrize("row", nightly_but(QUICK, ROWS), **by_name)
 def test_cached_prefix_equals_full_prefill(row):
-    model, page = LanguageModel(model_for(row), policy=row.policy), row.page_size
+    check_law(row, model_for(row), TOLERANCE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", QUICK[:2], **by_name)
+def test_cached_prefix_equals_full_prefill_in_bfloat16(row):
+    def rounded(leaf):
+        return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float64 else leaf
+
+    check_law(row, jax.tree.map(rounded, model_for(row)), BFLOAT16_TOLERANCE)
+
+
+def check_law(row: Row, transformer: Transformer, tolerance: float) -> None:
+    model, page = LanguageModel(transformer, policy=row.policy), row.page_size
     options = dict(prefill_tokens=PREFILL_CHUNK)
     plain, keeps = (
         engine_of(model, row, **options),
@@ -62,7 +83,7 @@ def test_cached_prefix_equals_full_prefill(row):
         assert found.tokens == expected.tokens
         assert figures(found) == figures(expected)
         assert found.usage.cached_tokens == cached
-        assert np.abs(np.subtract(found.logprobs, expected.logprobs)).max() < TOLERANCE
+        assert np.abs(np.subtract(found.logprobs, expected.logprobs)).max() < tolerance
         return found
 
     def whole(tokens: int) -> int:

@@ -6,7 +6,9 @@ import logging
 import pytest
 
 import dms_jax
+from dms_jax.serving import chat_api, completions_api, messages_api, responses_api
 from dms_jax.serving.apis import APIS, parse_body
+from dms_jax.serving.fields import IGNORED
 from dms_jax.serving.refusals import RefusalError
 from tests.serving.scripted import CACHED, scripted, served_model
 from tests.serving.support import BODIES
@@ -25,6 +27,12 @@ TOOL = {"type": "function", "function": WEATHER}
 QUESTION = "What is the weather in Paris?"
 USER = {"role": "user", "content": QUESTION}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TABLES = {
+    "/v1/completions": completions_api._FIELDS,
+    CHAT: chat_api._FIELDS,
+    RESPONSES: responses_api._FIELDS,
+    MESSAGES: messages_api._FIELDS,
+}
 ARGUMENTS = '{"city": "Paris"}'
 SUNNY = "It is sunny in Paris."
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -571,6 +579,17 @@ REFUSED_CHAT = [
         "messages",
         "which are texts",
     ),
+    (dict(max_output_tokens=9), "max_output_tokens", "send max_tokens"),
+    (dict(stop_sequences=["a"]), "stop_sequences", "send stop"),
+    (dict(reasoning={"effort": "low"}), "reasoning", "send reasoning_effort"),
+    (dict(enable_thinking=False), "enable_thinking", "send reasoning_effort"),
+    (dict(input="a"), "input", "send messages"),
+    (dict(system="a"), "system", "a message with the role system"),
+    (dict(do_sample=False), "do_sample", "send temperature"),
+    (dict(max_length=9), "max_length", "send max_tokens"),
+    (dict(num_beams=4), "num_beams", "not served. Leave it out"),
+    (dict(min_length=4), "min_length", "not served"),
+    (dict(sampling_seed=4), "sampling_seed", "send seed"),
 ]
 REFUSED_RESPONSES = [
     (dict(previous_response_id="r"), "previous_response_id", "no answers"),
@@ -584,6 +603,8 @@ REFUSED_RESPONSES = [
     (dict(tool_choice={"type": "mcp"}), "tool_choice", "function"),
     (dict(text={"format": {"type": "json_schema"}}), "text.format", "object"),
     (dict(messages=[USER]), "messages", "send input"),
+    (dict(max_tokens=9), "max_tokens", "send max_output_tokens"),
+    (dict(response_format={"type": "json_object"}), "response_format", "send text"),
 ]
 REFUSED = [
     *((CHAT, dict(messages=[USER]) | fields, *said) for fields, *said in REFUSED_CHAT),
@@ -616,6 +637,13 @@ def test_unsupported_fields_are_refused(client, path, fields, param, words):
         (dict(messages=[USER], max_tokens=9, tool_choice={"type": "tool"}), "with a name"),
         (dict(messages=[USER], max_tokens=9, tools=[{"input_schema": {}}]), "name"),
         (dict(messages=[USER], max_tokens=9, tools=BLOCKS * 2), "2 tools"),
+        (dict(messages=[USER], max_tokens=9, stop=["a"]), "send stop_sequences"),
+        (dict(messages=[USER], max_completion_tokens=9), "send max_tokens"),
+        (dict(messages=[USER], max_tokens=9, reasoning_effort="low"), "send thinking"),
+        (
+            dict(messages=[USER], max_tokens=9, response_format={"type": "json_object"}),
+            "send output_config",
+        ),
     ],
 )
 def test_messages_errors_have_anthropic_form(client, fields, words):
@@ -625,6 +653,28 @@ def test_messages_errors_have_anthropic_form(client, fields, words):
     kind = "not_found_error" if status == 404 else "invalid_request_error"
     assert answer["error"]["type"] == kind
     assert words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_of_other_endpoints_are_refused(path):
+    own, served = TABLES[path].served, served_model("plain")
+    others = {name for table in TABLES.values() for name in table.served} - {*own} - IGNORED
+    assert len(others) > 10
+    for name in others:
+        with pytest.raises(RefusalError) as refused:
+            parse_body(json.dumps(BODIES[path] | {name: [9]}).encode(), path, served, seed=0)
+        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_ignored_and_neutral_fields_are_accepted(path):
+    """Those that clients send, some of which resemble a supported field (`speed` and `seed`)."""
+    ignored = dict.fromkeys(IGNORED - {*TABLES[path].served}, "x")
+    neutral = dict(logprobs=False, n=1, num_beams=1, repetition_penalty=1.0, tools=[], stop=[])
+    neutral |= dict(truncation="disabled", parallel_tool_calls=True, reasoning=None)
+    neutral = {name: neutral[name] for name in neutral.keys() - TABLES[path].served.keys()}
+    body = json.dumps(BODIES[path] | ignored | neutral | {"colour": 1}).encode()
+    assert parse_body(body, path, served_model("plain"), seed=0).unknown == ("colour",)
 
 
 def test_template_without_tools_is_named():

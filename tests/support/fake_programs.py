@@ -42,6 +42,8 @@ from dms_jax.policies.values import CacheShape
 FIRST_WORD, WORDS = 259, 128
 # At this temperature any token is drawn, mostly parts of characters.
 HOT, FIRST_TOKEN, TOKENS = 20, 4, 500
+# From this one on three of four tokens are quotation marks and closing brackets, which end JSON.
+CLOSES, CLOSING = 40, (436, 509, 128)
 ENDS = tuple(range(FIRST_WORD, FIRST_WORD + WORDS, 16))
 # Of requests with one of 1,024 seeds from here on, logits after this token are NaN. They draw it,
 # too.
@@ -147,6 +149,8 @@ def _draw(read, positions, seeds, rule, given, broken):
     words = FIRST_WORD + (chance % WORDS).astype(jnp.int32)
     hot = jnp.reshape(jnp.asarray(rule.temperature), -1) >= HOT
     tokens = jnp.where(hot, FIRST_TOKEN + (chance % TOKENS).astype(jnp.int32), words)
+    closes = (jnp.reshape(jnp.asarray(rule.temperature), -1) >= CLOSES) & (chance >> 15 & 3 > 0)
+    tokens = jnp.where(closes, jnp.asarray(CLOSING)[(chance >> 8) % len(CLOSING)], tokens)
     tokens = jnp.where(_breaks(seed) & (chance % 8 == 0), BROKEN_TOKEN, tokens)
     logprobs = _logprobs(positions, tokens) if rule.logprobs else None
     return programs.Steps(tokens, logprobs, None, finite)

@@ -1,19 +1,22 @@
-"""GRPO of tunix on rollouts from a small cache, where tunix is installed."""
+"""GRPO of tunix on rollouts from a small cache; `make clients` fetches tunix."""
 
 import dataclasses
 import inspect
 import json
+import sys
 
 import pytest
 
 from tests.experiments.examples import stand_in
+from tests.support.tree import CLIENTS
 
 
 @pytest.fixture
-def tunix():
+def tunix(monkeypatch):
+    """After the installed packages on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(CLIENTS / "tunix")])
     return pytest.importorskip(
-        "tunix.rl.rollout.base_rollout",
-        reason="google-tunix is not installed: see experiments/examples/tunix_rollout.py",
+        "tunix.rl.rollout.base_rollout", reason="tunix is not there: `make clients`"
     )
 
 
