@@ -99,7 +99,7 @@ class AdapterSaving(Saving):
         return f"the model is not its base {self._model.source} with an adapter: "
 
     def _base(self) -> Contents:
-        """Read the checkpoint that the model was loaded from.
+        """Reads the checkpoint that the model was loaded from.
 
         Raises:
             CheckpointError: the model was not loaded from a checkpoint, or its base is gone or has
@@ -125,7 +125,7 @@ class AdapterSaving(Saving):
 
 
 def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
-    """List the tensors whose part on this process differs from the base."""
+    """Lists the tensors whose part on this process differs from the base."""
     found: dict[str, None] = {}
     for path, value in frozen.items():
         pieces = names.pieces_of(base.config)[path]
@@ -147,7 +147,7 @@ def _changed(base: Contents, frozen: dict[names.Path, Any]) -> list[str]:
 def _own_parts(
     value: jax.Array, *, stacked: bool
 ) -> Iterator[tuple[int, tuple[slice, ...], np.ndarray]]:
-    """Yield layer, index in the layer and values of each shard on this process's devices.
+    """Yields layer, index in the layer and values of each shard on this process's devices.
 
     Yields only the first of several replicas.
     """

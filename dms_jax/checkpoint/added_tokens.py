@@ -64,7 +64,7 @@ class DeclaredTokens:
     defaults: frozenset[str] = frozenset()
 
     def add_to(self, backend: tokenizers.Tokenizer, *, fixed: bool, raw: bool) -> None:
-        """Add them to a tokenizer; warn if a token gets an id that no file specifies.
+        """Adds them to a tokenizer; warns if a token gets an id that no file specifies.
 
         Args:
             backend: the tokenizer.
@@ -126,7 +126,7 @@ class DeclaredTokens:
 
 
 def read_declared_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> DeclaredTokens:
-    """Read the tokens that a directory declares.
+    """Reads the tokens that a directory declares.
 
     Args:
         directory: the checkpoint.
@@ -180,7 +180,7 @@ def with_defaults(
     declared: DeclaredTokens,
     backend: tokenizers.Tokenizer,
 ) -> DeclaredTokens:
-    """Add the default tokens of the class of transformers where no file names one.
+    """Adds the default tokens of the class of transformers where no file names one.
 
     Llama's are skipped if the vocabulary lacks them, because many models of other families name its
     class.

@@ -38,7 +38,7 @@ QWEN_WORDS = (
 
 @contextlib.contextmanager
 def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
-    """Convert the exceptions of the tokenizers library into one of our errors.
+    """Converts the exceptions of the tokenizers library into one of our errors.
 
     The library raises plain `Exception`, and, if its Rust code panics, `PanicException`, which does
     not derive from it.
@@ -56,7 +56,7 @@ def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
 
 
 def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
-    """Read the tokenizer of a directory; None if it has none.
+    """Reads the tokenizer of a directory; None if it has none.
 
     Special tokens that only a sentencepiece model declares are added to `config`.
 
@@ -94,7 +94,7 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
 
 
 def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
-    """Choose the pre-tokenizer of a vocabulary: "qwen" or "gpt2"."""
+    """Chooses the pre-tokenizer of a vocabulary: "qwen" or "gpt2"."""
     stem = class_of(directory, config)
     words = {"qwen2": "qwen", "gpt2": "gpt2"}
     if stem not in words:

@@ -40,7 +40,7 @@ class Saving(abc.ABC):
     def _complete(self) -> None: ...
 
     def begin(self) -> None:
-        """Move the tensors that this process writes to the host.
+        """Moves the tensors that this process writes to the host.
 
         Raises:
             CheckpointError: the first process cannot create its directory.
@@ -56,7 +56,7 @@ class Saving(abc.ABC):
             raise
 
     def run(self) -> None:
-        """Write and complete; all processes call this at the same time.
+        """Writes and completes; all processes call this at the same time.
 
         Raises:
             CheckpointError: it cannot be written, or a check failed.
@@ -77,13 +77,13 @@ class Saving(abc.ABC):
             raise
 
     def _clean_up(self) -> None:
-        """Remove the new files, in the first process."""
+        """Removes the new files, in the first process."""
         self._replacement.__exit__(CheckpointError, CheckpointError("it was ended"), None)
 
 
 @contextlib.contextmanager
 def _file_errors(target: pathlib.Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the target."""
+    """Turns an OSError into a CheckpointError that names the target."""
     try:
         yield
     except OSError as error:

@@ -24,7 +24,7 @@ def is_low_rank(name: str) -> bool:
 
 
 def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the factors of every layer, only in the first process."""
+    """Yields the factors of every layer, only in the first process."""
     wanted = processes.is_first()
     for path, param in low_rank.factors_of(transformer).items():
         layout = _layout(path)
@@ -37,7 +37,7 @@ def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray
 def attach_factors(
     transformer: Transformer, size: LowRank, weights: Weights, mesh: jax.sharding.Mesh | None
 ) -> Transformer:
-    """Attach a file's factors to the weights of a transformer, in the file's type.
+    """Attaches a file's factors to the weights of a transformer, in the file's type.
 
     Raises:
         CheckpointError: the tensors are not those of such updates of this transformer.
@@ -55,7 +55,7 @@ def attach_factors(
 def read_factors(
     transformer: Transformer, size: LowRank, weights: Weights
 ) -> dict[Path, np.ndarray]:
-    """Read the factors of a file for a transformer, in the file's type.
+    """Reads the factors of a file for a transformer, in the file's type.
 
     Raises:
         CheckpointError: the tensors are not those of such updates of this transformer.

@@ -51,7 +51,7 @@ def save(
     adapter_only: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write config, tensors, tokenizer and generation defaults; the policy goes into the config.
+    """Writes config, tensors, tokenizer and generation defaults; the policy goes into the config.
 
     Args:
         model: the model to write; tensors keep the dtype of its parameters.
@@ -90,7 +90,7 @@ def prepare_save(
     adapter_only: bool,
     max_shard_bytes: int,
 ) -> Saving:
-    """Check the arguments of `save`; returns the save before its start.
+    """Checks the arguments of `save`; returns the save before its start.
 
     Raises:
         CheckpointError: the path is malformed.
@@ -153,7 +153,7 @@ class _ModelSaving(Saving):
         self._tensors = own_tensors(arrays, self._files)
 
     def _open(self) -> pathlib.Path:
-        """Create the directory and write all files but the tensors."""
+        """Creates the directory and writes all files but the tensors."""
         directory = self._replacement.enter_context(atomic_replace(self._target, CHECKPOINT))
         write_json(directory / "config.json", self._config)
         before = read_json(self._target, "generation_config.json") or {}
@@ -178,7 +178,7 @@ class _ModelSaving(Saving):
 
 
 def _wait_for(directory: pathlib.Path, target: pathlib.Path) -> None:
-    """Wait until this process sees the directory of the first process.
+    """Waits until this process sees the directory of the first process.
 
     Raises:
         CheckpointError: it does not appear within a minute.

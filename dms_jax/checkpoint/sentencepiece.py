@@ -54,7 +54,7 @@ class SentencePieceModel:
 
 
 def parse(data: bytes) -> SentencePieceModel:
-    """Decode the contents of a `.model` file.
+    """Decodes the contents of a `.model` file.
 
     Raises:
         CheckpointError: the bytes are not a sentencepiece model, or its algorithm is unsupported.
@@ -69,7 +69,7 @@ def parse(data: bytes) -> SentencePieceModel:
 
 
 def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
-    """Build a tokenizer that splits text like the sentencepiece model."""
+    """Builds a tokenizer that splits text like the sentencepiece model."""
     unknown = model.pieces[model.unknown_id]
     if model.algorithm == "bpe":
         vocabulary = {piece: index for index, piece in enumerate(model.pieces)}
@@ -115,7 +115,7 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each field on the wire; varints as int, the rest as bytes."""
+    """Yields (number, value) of each field on the wire; varints as int, the rest as bytes."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)

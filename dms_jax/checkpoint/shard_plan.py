@@ -72,7 +72,7 @@ class TensorFile:
 
 
 def list_tensors(arrays: Arrays, config: ModelConfig) -> list[Tensor]:
-    """List the tensors of a config's parameters in order."""
+    """Lists the tensors of a config's parameters in order."""
     found = []
     for path, value in arrays.items():
         pieces = names.pieces_of(config)[path]
@@ -86,7 +86,7 @@ def list_tensors(arrays: Arrays, config: ModelConfig) -> list[Tensor]:
 
 
 def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
-    """Put tensors into files of at most `max_file_bytes` (or one tensor), and assign writers."""
+    """Puts tensors into files of at most `max_file_bytes` (or one tensor), and assigns writers."""
     cut: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -110,7 +110,7 @@ def plan_shards(tensors: list[Tensor], max_file_bytes: int) -> list[TensorFile]:
 
 
 def own_tensors(arrays: Arrays, files: list[TensorFile]) -> Tensors:
-    """Yield the tensors that this process writes, in the order of its files.
+    """Yields the tensors that this process writes, in the order of its files.
 
     Every process calls this. With several processes it first moves all tensors to their writers'
     hosts, where each stays until it is yielded. A single process moves one parameter at a time.
@@ -148,7 +148,7 @@ def _converted(tensors: list[Tensor], moved: Iterator[np.ndarray | None]) -> Ten
 
 
 def _gather_order(arrays: Arrays, owners: Mapping[Part, set[int]]) -> list[Part]:
-    """Order the parts: those on every process first, then the others, one per owner in turn."""
+    """Orders the parts: those on every process first, then the others, one per owner in turn."""
     turns: dict[int, list[Part]] = {}
     first = []
     for part, of in owners.items():

@@ -16,7 +16,7 @@ from dms_jax.errors import CheckpointError
 
 
 def write_tensors(tensors: Tensors, directory: pathlib.Path, files: Iterable[TensorFile]) -> None:
-    """Write the tensors into files, in the given order."""
+    """Writes the tensors into files, in the given order."""
     for file in files:
         content = {}
         for name, tensor in itertools.islice(tensors, len(file.tensors)):
@@ -26,7 +26,7 @@ def write_tensors(tensors: Tensors, directory: pathlib.Path, files: Iterable[Ten
 
 
 def write_index(directory: pathlib.Path, files: list[TensorFile]) -> None:
-    """Write the index, tensor -> file, if there are several files."""
+    """Writes the index, tensor -> file, if there are several files."""
     if len(files) > 1:
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
         total = sum(file.nbytes for file in files)
@@ -35,7 +35,7 @@ def write_index(directory: pathlib.Path, files: list[TensorFile]) -> None:
 
 
 def check_finite(name: str, tensor: np.ndarray) -> None:
-    """Raise CheckpointError if a tensor is not finite."""
+    """Raises CheckpointError if a tensor is not finite."""
     if not np.isfinite(tensor).all():
         raise CheckpointError(
             f"tensor {name} holds NaN or infinite values and could not be loaded again; nothing "
@@ -44,7 +44,7 @@ def check_finite(name: str, tensor: np.ndarray) -> None:
 
 
 def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
-    """Write tensors to one file; raises OSError."""
+    """Writes tensors to one file; raises OSError."""
     try:
         save_file(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:  # also raised when a system call fails
@@ -54,5 +54,5 @@ def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Write an indented JSON file."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -308,7 +308,7 @@ TABLE: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def write(directory: pathlib.Path, copied: list[str], written: Mapping[str, Any]) -> None:
-    """Write the files of a layout."""
+    """Writes the files of a layout."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in copied:
         kind, file = name.split("/")

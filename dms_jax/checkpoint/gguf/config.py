@@ -95,7 +95,7 @@ _FACTORS = {
 
 
 def read_model(files: GgufFiles) -> tuple[ModelConfig, Tensors]:
-    """Read the config of a model and find its tensors.
+    """Reads the config of a model and finds its tensors.
 
     Raises:
         CheckpointError: the file is damaged, or does not contain a supported model.
@@ -222,7 +222,7 @@ def _experts(metadata: "_Metadata", family: str) -> Experts:
 
 
 def _architecture(files: GgufFiles) -> str:
-    """Read the architecture of a file; raises CheckpointError if it is unsupported."""
+    """Reads the architecture of a file; raises CheckpointError if it is unsupported."""
     kind = files.metadata.get("general.type", "model")
     if kind != "model":
         what = _KINDS.get(kind, "not served") if isinstance(kind, str) else "not served"
@@ -255,7 +255,7 @@ class _Metadata:
         return name in self._values
 
     def get(self, name: str, kind: Any, default: Any = None, *, per_layer: bool = False) -> Any:
-        """Read and check an entry; with `per_layer` also an array of equal numbers."""
+        """Reads and checks an entry; with `per_layer` also an array of equal numbers."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -342,7 +342,7 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
 
 
 def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope:
-    """Recover the parameters of Llama 3's scaling from its factors.
+    """Recovers the parameters of Llama 3's scaling from its factors.
 
     The bounds are Llama's, 1 and 4. If the metadata lack the original length, it follows from any
     factor between 1 and F.

@@ -117,7 +117,7 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", 
 def read_tokenizer(
     files: GgufFiles, vocab_size: int
 ) -> tuple[Tokenizer | None, GenerationDefaults]:
-    """Read the tokenizer of a model (None if there is none) and its special tokens.
+    """Reads the tokenizer of a model (None if there is none) and its special tokens.
 
     Args:
         files: its metadata.
@@ -227,7 +227,7 @@ class _Vocabulary:
         self._retype("\n".join(named))
 
     def _retype(self, template: str) -> None:
-        """Correct the type of control tokens declared as text."""
+        """Corrects the type of control tokens declared as text."""
         merges = self.get("merges", list, None) or []
         made = {merge.replace(" ", "", 1) for merge in merges if isinstance(merge, str)}
         declared = {self._metadata.get(_KEY + name) for name in _SPECIAL_IDS}
@@ -251,7 +251,7 @@ class _Vocabulary:
             )
 
     def get(self, key: str, kind: Any, default: Any) -> Any:
-        """Read and check an entry; the default if there is none."""
+        """Reads and checks an entry; the default if there is none."""
         value = self._metadata.get(_KEY + key, default)
         if kind is list:
             return value if isinstance(value, list) else None
@@ -285,7 +285,7 @@ def _guessed(token: str) -> int:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Build the tokenizer; also returns whether texts begin with the begin token by default."""
+    """Builds the tokenizer; also returns whether texts begin with the begin token by default."""
     pre = vocabulary.get("pre", str, None)
     if pre not in _WORDS:
         said = "does not say how" if pre is None else f"says {plain(repr(pre))} for how"
@@ -388,7 +388,7 @@ def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
 
 
 def _chat_template(files: GgufFiles) -> str | dict[str, str] | None:
-    """Read the chat template, or several by name."""
+    """Reads the chat template, or several by name."""
     key = "tokenizer.chat_template"
     names = files.metadata.get(key + "s", [])
     keys = {"default": key}

@@ -96,7 +96,7 @@ _CHUNK = 2**20  # elements to dequantise at a time
 
 
 def package() -> ModuleType:
-    """Import the package `gguf`, which is an extra.
+    """Imports the package `gguf`, which is an extra.
 
     Raises:
         CheckpointError: the package is not installed.
@@ -175,7 +175,7 @@ class GgufWeights(Tensors):
         return tensor[chosen - first]
 
     def interleaved(self, num_heads: int, num_kv_heads: int) -> None:
-        """Declare that the file interleaves the rows of these query and key heads."""
+        """Declares that the file interleaves the rows of these query and key heads."""
         self._interleaved_heads = {"q": num_heads, "k": num_kv_heads}
 
     def file_name(self, name: str) -> str:
@@ -204,7 +204,7 @@ class GgufWeights(Tensors):
         return factors
 
     def _check(self, stored: str, info: TensorInfo) -> None:
-        """Raise CheckpointError if a tensor's type is unsupported, or its data are cut short."""
+        """Raises CheckpointError if a tensor's type is unsupported, or its data are cut short."""
         where = f"{info.file.path.name}: tensor {plain(stored)}"
         if info.kind not in _PLAIN:
             try:
@@ -234,7 +234,7 @@ class GgufWeights(Tensors):
         info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
 
     def _parts(self, name: str, stored: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the tensors in one tensor of the file: one, or one per expert."""
+        """Yields the tensors in one tensor of the file: one, or one per expert."""
         if "{j}" not in name:
             yield name, info
             return
@@ -252,7 +252,7 @@ class GgufWeights(Tensors):
     def _rows(
         self, stored: str, info: TensorInfo, rows: slice, columns: slice, dtype: np.dtype
     ) -> np.ndarray:
-        """Read rows and columns of a tensor as `dtype`; a vector is one row."""
+        """Reads rows and columns of a tensor as `dtype`; a vector is one row."""
         size, count = _row_bytes(self._package, info), rows.stop - rows.start
         data = info.file.read(stored, info.offset + rows.start * size, count * size)
         data = data.reshape(count, size)
