@@ -206,8 +206,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3"),
-        "selects the attended tokens itself (sparse attention), so that a policy finds nothing "
-        "to do",
+        "selects the attended tokens itself (sparse attention), so a policy finds nothing to do",
     ),
     **dict.fromkeys(
         (
@@ -336,7 +335,7 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     if config.get("use_mrope"):
         raise ConfigError("Multimodal rotary positions (use_mrope) are not supported.")
     if config.get("use_bidirectional_attention"):
-        raise ConfigError("Attention to later tokens (use_bidirectional_attention) is not served.")
+        raise ConfigError("Bidirectional attention (use_bidirectional_attention) is not supported.")
 
 
 def _refuse_dense_layers(config: Mapping[str, Any]) -> None:

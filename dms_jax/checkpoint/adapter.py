@@ -155,7 +155,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     if fields.get("format") != _FORMAT:
         raise CheckpointError(
             f"{directory / ADAPTER_CONFIG} has format {plain(repr(fields.get('format')), 40)}, "
-            f"which is not served (served: {_FORMAT}); a later version of dms_jax wrote it"
+            f"which is not supported (supported: {_FORMAT}); a later version of dms_jax wrote it"
         )
     try:
         base = dict(fields["base"])
@@ -171,7 +171,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error
     if not policy.retrofit.adapter and low_rank is None:
         raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG} names {policy}, which reads no adapter; copy it again"
+            f"{directory / ADAPTER_CONFIG} names {policy}, which has no adapter; copy it again"
         )
     file = find(directory, ADAPTER_TENSORS)
     if file is None:
@@ -210,7 +210,7 @@ def attach(
     """
     if policy.retrofit.borrowed_neurons is not None:
         raise CheckpointError(
-            f"the base was made for {policy}, whose decisions live in neurons that must take no "
+            f"the base was made for {policy}, whose decision neurons must take no "
             f"part in attention; the adapter in {adapter.directory} was trained on a plain one"
         )
     found = base_identity(config, weights)

@@ -108,15 +108,15 @@ class AdapterSaving(Saving):
         source = self._model.source
         if source is None:
             raise CheckpointError(
-                "this model was not loaded from a checkpoint, so that there is no base which an "
-                f"adapter could be saved beside; {_WHOLE}, or save the base first and load that"
+                "this model was not loaded from a checkpoint, so its adapter has no base; "
+                f"{_WHOLE}, or save the base first and load that"
             )
         try:
             base = read_checkpoint(pathlib.Path(source))
         except (CheckpointError, ConfigError) as error:
             raise CheckpointError(
-                f"the base {source}, with which the model must be compared before its adapter "
-                f"is saved alone, cannot be read any more: {error}"
+                f"saving an adapter alone compares the model with its base {source}, which cannot "
+                f"be read: {error}"
             ) from error
         different = differing_shape(base.config, self._model.config)
         if different:

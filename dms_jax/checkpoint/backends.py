@@ -99,8 +99,8 @@ def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
     words = {"qwen2": "qwen", "gpt2": "gpt2"}
     if stem not in words:
         raise CheckpointError(
-            f"vocab.json and merges.txt of tokenizer_class {plain(repr(stem))} are not served "
-            "(served: Qwen2Tokenizer, GPT2Tokenizer); add a tokenizer.json"
+            f"vocab.json and merges.txt of tokenizer_class {plain(repr(stem))} are not supported "
+            "(supported: Qwen2Tokenizer, GPT2Tokenizer); add a tokenizer.json"
         )
     return words[stem]
 
@@ -116,7 +116,7 @@ def _byte_level(
         if len(pair) != 2:
             raise CheckpointError(
                 f"vocab.json and merges.txt cannot be read as a tokenizer: line {number} of "
-                "merges.txt is no pair"
+                "merges.txt is not a pair"
             )
         pairs.append(pair)
     with library_errors(CheckpointError, "vocab.json and merges.txt cannot be read as a tokenizer"):

@@ -211,7 +211,7 @@ def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int,
         own = place == _TOKENIZER
         field = f"{name.removesuffix('_id')} of tokenizer_config.json" if own else name
         raise CheckpointError(
-            f"{place}: {name} is {plain(outside[0])}, which is no token of the model: config.json "
+            f"{place}: {name} is {plain(outside[0])}, not a token of the model: config.json "
             f"gives it a vocabulary of {vocab_size}. Set {field} to the right token, or to null"
         )
     return kept

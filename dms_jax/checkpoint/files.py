@@ -20,7 +20,7 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
             raise ValueError("it holds a null character")
         return pathlib.Path(path).expanduser()
     except (ValueError, RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{plain(repr(path))} is no path: {error}") from error
+        raise CheckpointError(f"{plain(repr(path))} is not a path: {error}") from error
 
 
 def is_directory(path: pathlib.Path) -> bool:
@@ -42,9 +42,7 @@ def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
         CheckpointError: the name leads out of the directory, or is not that of a file.
     """
     if name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
-        raise CheckpointError(
-            f"the name {plain(name)} leaves the checkpoint directory; it is refused"
-        )
+        raise CheckpointError(f"the name {plain(name)} points outside the checkpoint directory")
     path = directory / name
     try:
         if path.is_file():

@@ -106,7 +106,7 @@ def prepare_save(
     check_adapter(policy, model.transformer.adapter_shape)
     if model.policy.retrofit.borrowed_neurons not in (None, policy.retrofit.borrowed_neurons):
         raise ConfigError(
-            f"this model was made for {model.policy}, whose decisions live in neurons that must "
+            f"this model was made for {model.policy}, whose decision neurons must "
             f"take no part in attention; saved for {policy} it would use them. Save it with its "
             "own policy"
         )
@@ -122,7 +122,7 @@ def prepare_save(
     if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
         raise ConfigError(
             f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST}"
+            f"loads the checkpoint would evict at random. {LEARN_FIRST}"
         )
     return _ModelSaving(model, policy, target, max_shard_bytes)
 

@@ -167,13 +167,13 @@ def _parse(data: bytes) -> SentencePieceModel:
     algorithm = {1: "unigram", 2: "bpe"}.get(trainer.get(3, 1))
     if algorithm is None:
         raise CheckpointError(
-            "the sentencepiece model splits by words or characters, which is not served; served: "
-            "byte-pair and unigram models"
+            "the sentencepiece model splits by words or characters; supported: byte-pair and "
+            "unigram models"
         )
     if trainer.get(24, 0) or not normalizer.get(5, 1):
         raise CheckpointError(
             "the sentencepiece model treats white space in an unusual way (as a suffix, or not "
-            "escaped), which is not served; convert it to tokenizer.json"
+            "escaped), which is not supported; convert it to tokenizer.json"
         )
 
     def identifier(field: int, default: int) -> int:

@@ -156,7 +156,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise DataError(
                 f"the text to encode holds half of a surrogate pair ({text[error.start]!r} at "
-                f"place {error.start}), which is no character: it was decoded wrongly"
+                f"place {error.start}), which is not a character: it was decoded wrongly"
             ) from error
         with library_errors(DataError, "the tokenizer failed on the text"):
             if len(text) < _LONG:
@@ -283,7 +283,7 @@ class Tokenizer:
             except UnicodeEncodeError as error:
                 raise CheckpointError(
                     f"{name} cannot be written: the tokenizer or its chat template holds half of "
-                    "a surrogate pair, which is no character"
+                    "a surrogate pair, which is not a character"
                 ) from error
             (directory / name).write_bytes(data)
 

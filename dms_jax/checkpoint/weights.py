@@ -136,8 +136,8 @@ class Weights(Tensors):
             dtype = np.dtype(np.uint8) if packed else _DTYPES.get(header.get_dtype())
             if dtype is None:
                 raise CheckpointError(
-                    f"{path.name}: tensor {plain(name)} holds {header.get_dtype()} numbers, which "
-                    f"are not served (served: {', '.join(_DTYPES)}); load the unquantized weights"
+                    f"{path.name}: tensor {plain(name)} has dtype {header.get_dtype()}; supported: "
+                    f"{', '.join(_DTYPES)}. Load the unquantized weights"
                 )
             self._files[name] = (path, handle)
             self.shapes[name] = tuple(header.get_shape())

@@ -136,9 +136,8 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         most = min(most, room)
     if most is not None and most > room:
         raise RefusalError(
-            f"The prompt has {served.max_tokens - room:,} tokens and an answer of up to {most:,} "
-            f"is asked for; a sequence may have {served.max_tokens:,} here. Ask for at most "
-            f"{room:,}.",
+            f"The prompt has {served.max_tokens - room:,} tokens and its answer up to {most:,}; "
+            f"a sequence may have {served.max_tokens:,} here. Ask for at most {room:,}.",
             param=asked.max_field,
             code=TOO_LONG,
         )

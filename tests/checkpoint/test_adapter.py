@@ -199,14 +199,14 @@ def test_given_adapter_replaces_the_bases_own(base, adapter, tmp_path):
 
 
 def test_base_with_decision_neurons_is_refused(adapter):
-    with pytest.raises(CheckpointError, match="decisions live in neurons"):
+    with pytest.raises(CheckpointError, match="decision neurons"):
         load(GOLDEN / "dms" / "query_neuron", adapter=adapter)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 2}, "format 2, which is not served"),
+        ({"format": 2}, "format 2, which is not supported"),
         ({"base": 3}, "does not name the adapter's policy and base"),
         ({"base": {"shape": {}}}, "does not name the adapter's policy and base"),
         ({"policy": {"name": "Nonesuch"}}, "Nonesuch"),

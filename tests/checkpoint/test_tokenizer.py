@@ -153,7 +153,7 @@ def test_damaged_file_is_named(stories, name, content, message):
 def test_vocabulary_of_unknown_class_is_refused(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(GOLDEN / "gpt2" / name, tmp_path)
-    with pytest.raises(CheckpointError, match="are not served"):
+    with pytest.raises(CheckpointError, match="are not supported"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     qwen = Tokenizer.from_directory(tmp_path)

@@ -72,7 +72,7 @@ def test_prompt_is_shown_unchanged(terminal, continues):
     assert out.getvalue() == f"{prompt}{between} and so\n"
 
 
-def test_an_answer_goes_on_in_the_last_line_of_its_prompt():
+def test_answer_continues_last_line_of_prompt():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, width=12)
     screen = generate.Screen(console, ["Once upon"], [PLAIN], continues=True)

@@ -138,7 +138,7 @@ def test_byte_order_mark_is_skipped(tmp_path):
     assert as_source(lines).where(1).endswith("a.jsonl, line 2")
     assert list(as_source(text)) == ["one", "two"]
     text.write_bytes(b"\xef\xbb\xbf")
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="contains no documents"):
         as_source(text)
 
 

@@ -220,11 +220,11 @@ class _Header:
             if version and version & 0xFFFF == 0:
                 raise CheckpointError(
                     f"{self._path.name} is a GGUF file for big-endian machines, which is not "
-                    "served; convert it to little-endian"
+                    "supported; convert it to little-endian"
                 )
             raise CheckpointError(
-                f"{self._path.name} has version {version} of GGUF, which is not served (served: "
-                f"{', '.join(map(str, _VERSIONS))}); convert the model again"
+                f"{self._path.name} has version {version} of GGUF; supported: "
+                f"{', '.join(map(str, _VERSIONS))}. Convert the model again"
             )
         return self.number("<Q"), self.number("<Q")
 

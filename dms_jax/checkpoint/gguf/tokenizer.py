@@ -141,7 +141,7 @@ def read_tokenizer(
         else:
             raise CheckpointError(
                 f"{files.name} has a tokenizer of the kind {plain(repr(kind))} ({_KEY}model), "
-                "which is not served; served: gpt2, llama"
+                "which is not supported; supported: gpt2, llama"
             )
         special = {
             f"{name}_token": vocabulary.tokens[index]
@@ -290,8 +290,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if pre not in _WORDS:
         said = "does not say how" if pre is None else f"says {plain(repr(pre))} for how"
         raise CheckpointError(
-            f"{vocabulary.name} {said} text is cut into words ({_KEY}pre), which is not served; "
-            f"served: {', '.join(_WORDS)}"
+            f"{vocabulary.name} {said} text is cut into words ({_KEY}pre), which is not supported; "
+            f"supported: {', '.join(_WORDS)}"
         )
     words = _WORDS[pre]
     merges = vocabulary.get("merges", list, None)
@@ -303,7 +303,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
         if len(pair) != 2 or pair[0] + pair[1] not in vocabulary.ids:
             raise CheckpointError(
                 f"{vocabulary.name}: {_KEY}merges holds {plain(repr(merge))} (number {number}), "
-                "which is no pair of tokens that make a token"
+                "which is not a pair of tokens that form a token"
             )
         pairs.append(pair)
     backend = tokenizers.Tokenizer(
@@ -342,13 +342,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     }
     if len(normal) == 1 and len(scores) > 1:
         raise CheckpointError(
-            f"{vocabulary.name}: all of {_KEY}scores are equal, so that they do not say which "
+            f"{vocabulary.name}: all of {_KEY}scores are equal, so they do not say which "
             "pieces are merged first; convert the model again from its tokenizer.model"
         )
     if vocabulary.get("precompiled_charsmap", list, None):
         raise CheckpointError(
             f"{vocabulary.name} maps characters before it splits text "
-            f"({_KEY}precompiled_charsmap), which is not served"
+            f"({_KEY}precompiled_charsmap), which is not supported"
         )
     # In Gemma's files it has the type of a control token and is named separately.
     unknown = vocabulary.token_id("unknown_token_id", None)

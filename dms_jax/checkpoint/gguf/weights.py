@@ -216,7 +216,7 @@ class GgufWeights(Tensors):
                 ) from error
             if kind.name in _TERNARY or kind.name in _INTEGERS:
                 what = "ternary weights" if kind.name in _TERNARY else "integers"
-                raise CheckpointError(f"{where} holds {kind.name} ({what}), which are not served")
+                raise CheckpointError(f"{where} holds {kind.name} ({what}): not supported")
             block, size = self._package.GGML_QUANT_SIZES[kind]
             if info.shape[-1] % block:
                 raise CheckpointError(
@@ -317,5 +317,5 @@ def _unknown(name: str, tensors: list[str]) -> CheckpointError:
     listed = ", ".join(plain(tensor) for tensor in sorted(tensors)[:20])
     more = f" and {len(tensors) - 20} more" if len(tensors) > 20 else ""
     return CheckpointError(
-        f"{name} holds {len(tensors)} tensors that no served model has ({listed}{more})"
+        f"{name} holds {len(tensors)} tensors that no supported model has ({listed}{more})"
     )

@@ -64,7 +64,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": 2\n', "line 3: this is not JSON"),
         ("a.jsonl", '{"a": 1}\n[2]\n', "line 2: expected a JSON object"),
-        ("a.jsonl", "\n", "holds no record"),
+        ("a.jsonl", "\n", "contains no records"),
         ("a.json", '[{"a": 1}, 2]', "item 2: expected a JSON object"),
         ("a.json", "[1", "this is not JSON"),
         (
