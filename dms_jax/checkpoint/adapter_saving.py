@@ -49,9 +49,7 @@ class AdapterSaving(Saving):
         super().__init__(target)
         self._low_rank = low_rank.low_rank_of(model.transformer)
         if not policy.retrofit.adapter and self._low_rank is None:
-            raise ConfigError(
-                f"{policy} reads no adapter that could be saved alone; save the whole model"
-            )
+            raise ConfigError(f"{policy} has no adapter to save alone; save the whole model")
         if policy.retrofit.borrowed_neurons is not None:
             raise ConfigError(
                 f"{policy} decides in neurons of the base, which an adapter does not hold; save "

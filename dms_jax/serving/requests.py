@@ -204,8 +204,8 @@ def _check_answers(prompts: int, choices: int, most: int, field: str) -> None:
     """Refuses more answers than can run or wait; a body of 16 MB can ask for a hundred million."""
     if (asked := prompts * choices) > most:
         raise RefusalError(
-            f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are asked "
-            f"for at once, and at most {most:,} can run or wait here. Ask for fewer.",
+            f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are "
+            f"requested at once, and at most {most:,} can run or wait here. Ask for fewer.",
             param="n" if choices > 1 else field,
         )
 

@@ -172,13 +172,13 @@ def test_save_without_its_base_is_refused(base, tmp_path):
     llama = copy("families/llama2", tmp_path / "llama")
     for source, message in (
         (str(llama), "qk_norm is False in the base, and True"),
-        (str(tmp_path / "gone"), "cannot be read any more"),
+        (str(tmp_path / "gone"), "compares the model with its base"),
         (None, "was not loaded from a checkpoint"),
     ):
         other = dataclasses.replace(model, source=source)
         with pytest.raises(CheckpointError, match=message):
             save(other, POLICY, tmp_path / "adapter", adapter_only=True)
-    with pytest.raises(ConfigError, match="reads no adapter"):
+    with pytest.raises(ConfigError, match="has no adapter"):
         save(load(base), TOVA(budget=8), tmp_path / "adapter", adapter_only=True)
     assert not (tmp_path / "adapter").exists()
 
@@ -210,7 +210,7 @@ def test_base_with_decision_neurons_is_refused(adapter):
         ({"base": 3}, "does not name the adapter's policy and base"),
         ({"base": {"shape": {}}}, "does not name the adapter's policy and base"),
         ({"policy": {"name": "Nonesuch"}}, "Nonesuch"),
-        ({"policy": {"name": "TOVA", "budget": 8}}, "reads no adapter"),
+        ({"policy": {"name": "TOVA", "budget": 8}}, "has no adapter"),
         ({"base": {"shape": {}, "sha256": {}}}, "vocab_size is 61 in the base, and None"),
     ],
 )

@@ -87,7 +87,7 @@ def index_of(name) -> str:
         (index_of(""), "must be a text"),
         (index_of("absent.safetensors"), "lacks 1 of 1 files"),
         *(
-            (index_of(name), "leaves the checkpoint directory")
+            (index_of(name), "points outside the checkpoint directory")
             for name in ("/etc/passwd", "../model.safetensors", "a/../../model", "..\\m", "m\0")
         ),
     ],

@@ -307,7 +307,7 @@ SLIPS = {
     "generate Hi --max-new-tokens 0": "ConfigError: --max-new-tokens must be a whole number",
     "generate Hi --seed -1": "at least 0 and at most 4,294,967,295, got -1.",
     "generate Hi --policy TOVA --options budget=abc": "got 'abc'; Vanilla keeps everything.",
-    "generate Hi --data-shards 99": "--data-shards 99 takes 99 devices; there are 8.",
+    "generate Hi --data-shards 99": "--data-shards 99 needs 99 devices; there are 8.",
     "generate Hi --file absent.txt": "absent.txt cannot be read",
     "generate Hi --options budget=8": "name it with --policy",
     "generate Hi --memory-gb 0": "--memory-gb must be a finite number above 0, got 0.0.",

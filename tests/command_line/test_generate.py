@@ -54,7 +54,7 @@ def test_file_gets_unwrapped_text(monkeypatch, capsys):
 
 def test_more_shards_than_devices_are_refused(capsys):
     assert call(["Once", "--data-shards", "5", "--model-shards", "2"]) == 2
-    assert "--data-shards 5 x --model-shards 2 takes 10 devices; there are 8." in " ".join(
+    assert "--data-shards 5 x --model-shards 2 needs 10 devices; there are 8." in " ".join(
         capsys.readouterr().err.split()
     )
 

@@ -49,7 +49,7 @@ def test_first_fit():
 def test_empty_documents_do_not_hang(packing):
     options = dict(packing=packing, seed=3)
     for empty in ([[], []], np.zeros((3, 0), np.int32)):
-        with pytest.raises(DataError, match="hold no token"):
+        with pytest.raises(DataError, match="contain no tokens"):
             draw(empty, 1, repeat=True, **options)
         assert draw(empty, 1, repeat=False, **options) == []
     # The only non-empty document is found at any place in two epochs.

@@ -152,10 +152,10 @@ def test_gzip_files_are_read(tmp_path):
     text.write_bytes(gzip.compress(b"one<|endoftext|>two"))
     assert everything(as_source(text)) == ["one", "two"]
     text.write_bytes(gzip.compress(b"one<|endoftext|>two")[:-9])
-    with pytest.raises(DataError, match="no whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         as_source(text)
     text.write_bytes(b"plain")
-    with pytest.raises(DataError, match="no whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         as_source(text)
 
 

@@ -542,7 +542,7 @@ REFUSED_CHAT = [
     (dict(tools=[tool(parameters=1)]), "tools", "JSON schema"),
     (dict(tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
     (dict(tool_choice="required"), "tools", "needs tools"),
-    (dict(tools=[TOOL], tool_choice=NAMED), "tool_choice", "'g', which is none of the tools"),
+    (dict(tools=[TOOL], tool_choice=NAMED), "tool_choice", "'g', which is not one of the tools"),
     (dict(tools=[TOOL], parallel_tool_calls=1), "parallel_tool_calls", "True"),
     (dict(response_format=json_format(BAD)), "response_format", "objekt"),
     (dict(response_format=json_format(3)), "response_format", "is an object"),
