@@ -298,7 +298,7 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     if config.get("use_mrope"):
         raise ConfigError("Multimodal rotary positions (use_mrope) are not supported.")
     if config.get("use_bidirectional_attention"):
-        raise ConfigError("Attention to later tokens (use_bidirectional_attention) is not served.")
+        raise ConfigError("Bidirectional attention (use_bidirectional_attention) is not supported.")
 
 
 def _refuse_dense_layers(config: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Running:
             raise OSError(f"{sys.executable} did not start {program.name}")
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Send a line and return the answer; if it has `spent`, the process is unusable."""
+        """Sends a line and returns the answer; if it has `spent`, the process is unusable."""
         start = time.monotonic()
         line = self._exchange(request, seconds)
         if line.endswith(b"\n"):
@@ -66,12 +66,12 @@ class Running:
         return self.process.poll() is not None
 
     def close(self) -> None:
-        """Kill the process and wait until it has ended."""
+        """Kills the process and waits until it has ended."""
         self.process.kill()
         self.process.communicate()
 
     def _exchange(self, request: bytes, seconds: float) -> bytes:
-        """Write a line and read one; the result is incomplete if the process ends early."""
+        """Writes a line and reads one; the result is incomplete if the process ends early."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -109,7 +109,7 @@ class Helpers:
         atexit.register(self.close)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the answer to a question, both in JSON; it has "error" if the process ended.
+        """Returns the answer to a question, both in JSON; it has "error" if the process ended.
 
         Raises:
           OSError: the program cannot be started.
@@ -136,7 +136,7 @@ class Helpers:
         return Running(self.program, self.arguments)
 
     def close(self) -> None:
-        """Kill the processes; the next question starts another one."""
+        """Kills the processes; the next question starts another one."""
         while self.idle:
             self.idle.pop().close()
         for running in tuple(self.busy):  # its question gets an error

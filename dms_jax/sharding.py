@@ -121,7 +121,7 @@ def make_mesh(
     size = math.prod(shape)
     if size > len(available):
         raise ConfigError(
-            f"A mesh of {' x '.join(map(str, shape))} takes {size} devices; there are "
+            f"A mesh of {' x '.join(map(str, shape))} needs {size} devices; there are "
             f"{len(available)}."
         )
     devices = available[:size]

@@ -178,7 +178,7 @@ REFUSED = {
     "another clamp": ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     "later tokens": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
-        "Attention to later tokens",
+        "Bidirectional attention",
     ),
     "Phi's longrope": (
         {"model_type": "phi3", "rope_scaling": {"rope_type": "su"}},

@@ -91,7 +91,7 @@ def test_threads_get_their_own_answers(helper):
     assert right == [True] * 160
 
 
-def test_program_that_does_not_start(helper, monkeypatch):
+def test_program_that_fails_to_start_is_an_error(helper, monkeypatch):
     helper.program.write_text("")
     with pytest.raises(OSError, match=r"did not start echo\.py"):
         helper.ask("1")

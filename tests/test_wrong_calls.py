@@ -198,7 +198,7 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "evaluate task": Case(
             lambda: evaluate(model, 3),
             "ConfigError",
-            ("evaluate wants a task", "got 3"),
+            ("evaluate needs a task", "got 3"),
         ),
     }
 
@@ -240,7 +240,7 @@ def hyperscale_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
     return {
         "hyperscale lengths": case("lengths must be a sequence", "got 5", lengths=5),
         "hyperscale serving": case("hyperscale: serving must be a Serving", serving=3),
-        "hyperscale policy": case("hyperscale wants systems", systems=dms_jax.Vanilla()),
+        "hyperscale policy": case("hyperscale needs systems", systems=dms_jax.Vanilla()),
         "hyperscale method": Case(
             lambda: point.average_gain("vanilla", "TOVA", method="best"),
             "ConfigError",

@@ -92,7 +92,7 @@ def retention(
     )
     tokens = whole_numbers("token ids", tokens)
     if tokens.ndim != 2 or not tokens.size:
-        raise DataError(f"retention wants token ids of shape [B, T], got {list(tokens.shape)}.")
+        raise DataError(f"retention needs token ids of shape [B, T], got {list(tokens.shape)}.")
     check_tokens(tokens, model.config)
     batch, length = tokens.shape
     prompts = np.zeros(batch, int) if prompt_lengths is None else prompt_lengths

@@ -86,7 +86,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Free pages of the fullest shard."""
+        """Frees pages of the fullest shard."""
         return min(len(free) for free in self._free)
 
     def pages_for(self, slots: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:

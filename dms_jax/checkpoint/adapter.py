@@ -93,7 +93,7 @@ class _Joined(Tensors):
 
 
 def base_identity(config: ModelConfig, weights: Tensors) -> dict[str, Any]:
-    """Compute the identity of a base, in the form of `dms_adapter.json`."""
+    """Computes the identity of a base, in the form of `dms_adapter.json`."""
     hashes: dict[str, Any] = collections.defaultdict(hashlib.sha256)
     for name in sorted(weights.shapes):
         skipped = names.is_derived(name) or names.ADAPTER_MARK in name
@@ -123,7 +123,7 @@ def adapter_config(
 
 
 def of_run(directory: pathlib.Path, file: str) -> pathlib.Path | None:
-    """Find the output of a `retrofit` run: the subdirectory that has this file, or None.
+    """Finds the output of a `retrofit` run: the subdirectory that has this file, or None.
 
     A self-taught run trains in a subdirectory.
     """
@@ -132,7 +132,7 @@ def of_run(directory: pathlib.Path, file: str) -> pathlib.Path | None:
 
 
 def read_adapter(path: str | pathlib.Path) -> Adapter:
-    """Read the directory of an adapter.
+    """Reads the directory of an adapter.
 
     Raises:
         CheckpointError: the directory holds no adapter, or a damaged one.
@@ -155,7 +155,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     if fields.get("format") != _FORMAT:
         raise CheckpointError(
             f"{directory / ADAPTER_CONFIG} has format {plain(repr(fields.get('format')), 40)}, "
-            f"which is not served (served: {_FORMAT}); a later version of dms_jax wrote it"
+            f"which is not supported (supported: {_FORMAT}); a later version of dms_jax wrote it"
         )
     try:
         base = dict(fields["base"])
@@ -171,7 +171,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error
     if not policy.retrofit.adapter and low_rank is None:
         raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG} names {policy}, which reads no adapter; copy it again"
+            f"{directory / ADAPTER_CONFIG} names {policy}, which has no adapter; copy it again"
         )
     file = find(directory, ADAPTER_TENSORS)
     if file is None:
@@ -194,7 +194,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
 def attach(
     adapter: Adapter, config: ModelConfig, weights: Tensors, policy: Policy
 ) -> tuple[Policy, Tensors]:
-    """Check an adapter against a base and join their tensors.
+    """Checks an adapter against a base and joins their tensors.
 
     Args:
         adapter: the adapter.
@@ -210,7 +210,7 @@ def attach(
     """
     if policy.retrofit.borrowed_neurons is not None:
         raise CheckpointError(
-            f"the base was made for {policy}, whose decisions live in neurons that must take no "
+            f"the base was made for {policy}, whose decision neurons must take no "
             f"part in attention; the adapter in {adapter.directory} was trained on a plain one"
         )
     found = base_identity(config, weights)
@@ -229,12 +229,12 @@ def attach(
 
 
 def differing_shape(config: ModelConfig, other: ModelConfig) -> list[str]:
-    """Describe how the shapes of two models differ; an empty list if they are equal."""
+    """Describes how the shapes of two models differ; an empty list if they are equal."""
     return _differing(*({field: getattr(c, field) for field in _SHAPE} for c in (config, other)))
 
 
 def _kind(name: str) -> str:
-    """Strip the layer from the name of a tensor.
+    """Strips the layer from the name of a tensor.
 
     # model.layers.3.mlp.up_proj.weight  ->  mlp.up_proj.weight
     """
@@ -243,7 +243,7 @@ def _kind(name: str) -> str:
 
 
 def _differing(base: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """Describe the fields of a base's shape that differ from those an adapter requires."""
+    """Describes the fields of a base's shape that differ from those an adapter requires."""
     return [
         f"{field} is {base[field]} in the base, and {plain(there.get(field), 40)} for the adapter"
         for field in _SHAPE

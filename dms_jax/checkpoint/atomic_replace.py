@@ -65,7 +65,7 @@ _DOCUMENTS = ("*.md", "readme*", "licen[cs]e*", "notice*", "copying*", ".gitattr
 
 @contextlib.contextmanager
 def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Path]:
-    """Yield a directory to write into, which replaces `target` at the end.
+    """Yields a directory to write into, which replaces `target` at the end.
 
     If the block raises, or `target` cannot be replaced, `target` is unchanged.
 
@@ -90,7 +90,7 @@ def atomic_replace(target: pathlib.Path, layout: Layout) -> Iterator[pathlib.Pat
 
 
 def _check_files(target: pathlib.Path, layout: Layout) -> set[str]:
-    """List the documents beside the files of this layout.
+    """Lists the documents beside the files of this layout.
 
     Raises:
         CheckpointError: there are other files, which replacing would destroy.
@@ -136,7 +136,7 @@ def _some(names: list[str]) -> str:
 
 
 def flush(*paths: pathlib.Path) -> None:
-    """Flush files and directories to disk; some disks report only now that they are full."""
+    """Flushes files and directories to disk; some disks report only now that they are full."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     for path in paths:
@@ -148,7 +148,7 @@ def flush(*paths: pathlib.Path) -> None:
 
 
 def _swap(new: pathlib.Path, target: pathlib.Path) -> None:
-    """Replace `target` by `new`."""
+    """Replaces `target` by `new`."""
     if not os.path.lexists(target):
         new.rename(target)
         return

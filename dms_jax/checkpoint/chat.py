@@ -21,7 +21,7 @@ from dms_jax.errors import DataError, plain
 
 
 def render_chat(template: str, *, messages: Sequence[Any], **variables: Any) -> str:
-    """Render `template` with `messages`, `add_generation_prompt` and its other variables.
+    """Renders `template` with `messages`, `add_generation_prompt` and its other variables.
 
     Messages are normalised by `read_messages`. Null content beside tool calls stays null for the
     template; if the template prints it as "None", it becomes an empty text.
@@ -86,7 +86,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    """Compile a template in the same environment as transformers."""
+    """Compiles a template in the same environment as transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -48,7 +48,7 @@ class Contents:
 
 
 def read_checkpoint(place: pathlib.Path) -> Contents:
-    """Read a directory or a GGUF file.
+    """Reads a directory or a GGUF file.
 
     Raises:
         CheckpointError: it cannot be read, or holds unsupported content.
@@ -111,7 +111,7 @@ def _read_gguf(path: pathlib.Path) -> Contents:
 
 
 def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
-    """Find the local directory or GGUF file of a checkpoint; download a hub model."""
+    """Finds the local directory or GGUF file of a checkpoint; downloads a hub model."""
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(
             "the path of a checkpoint must be a directory, a GGUF file or a hub id: "
@@ -163,7 +163,7 @@ def _generation_defaults(
     tokenizer: Tokenizer | None,
     vocab_size: int,
 ) -> GenerationDefaults:
-    """Read the special tokens of generation_config.json, config.json and the tokenizer.
+    """Reads the special tokens of generation_config.json, config.json and the tokenizer.
 
     An answer ends at an end token of any of the three: a config often names the token that ends a
     text, and the tokenizer the one that ends a turn. For other special tokens the first of the
@@ -201,7 +201,7 @@ def _generation_defaults(
 
 
 def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Check token ids (one or a list) from a file. Old configs write -1 for none."""
+    """Checks token ids (one or a list) from a file. Old configs write -1 for none."""
     listed = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
         raise CheckpointError(f"{place}: {name} must be a token id or a list of them")
@@ -211,7 +211,7 @@ def _token_ids(place: str, name: str, value: Any, vocab_size: int) -> tuple[int,
         own = place == _TOKENIZER
         field = f"{name.removesuffix('_id')} of tokenizer_config.json" if own else name
         raise CheckpointError(
-            f"{place}: {name} is {plain(outside[0])}, which is no token of the model: config.json "
+            f"{place}: {name} is {plain(outside[0])}, not a token of the model: config.json "
             f"gives it a vocabulary of {vocab_size}. Set {field} to the right token, or to null"
         )
     return kept

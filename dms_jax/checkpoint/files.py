@@ -9,7 +9,7 @@ from dms_jax.errors import CheckpointError, plain
 
 
 def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Expand `~` in a caller's path.
+    """Expands `~` in a caller's path.
 
     Raises:
         CheckpointError: the path is invalid.
@@ -20,7 +20,7 @@ def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
             raise ValueError("it holds a null character")
         return pathlib.Path(path).expanduser()
     except (ValueError, RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{plain(repr(path))} is no path: {error}") from error
+        raise CheckpointError(f"{plain(repr(path))} is not a path: {error}") from error
 
 
 def is_directory(path: pathlib.Path) -> bool:
@@ -36,15 +36,13 @@ def is_directory(path: pathlib.Path) -> bool:
 
 
 def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
-    """Find the file of this name in a checkpoint; None if there is none.
+    """Finds the file of this name in a checkpoint; None if there is none.
 
     Raises:
         CheckpointError: the name leads out of the directory, or is not that of a file.
     """
     if name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
-        raise CheckpointError(
-            f"the name {plain(name)} leaves the checkpoint directory; it is refused"
-        )
+        raise CheckpointError(f"the name {plain(name)} points outside the checkpoint directory")
     path = directory / name
     try:
         if path.is_file():
@@ -61,7 +59,7 @@ def find(directory: pathlib.Path, name: str) -> pathlib.Path | None:
 
 
 def read(directory: pathlib.Path, name: str) -> bytes | None:
-    """Read a file of a checkpoint; None if there is none.
+    """Reads a file of a checkpoint; None if there is none.
 
     Raises:
         CheckpointError: see `find`; or the file cannot be read.
@@ -74,7 +72,7 @@ def read(directory: pathlib.Path, name: str) -> bytes | None:
 
 
 def read_text(directory: pathlib.Path, name: str) -> str | None:
-    """Read a file of UTF-8 text; see `read`."""
+    """Reads a file of UTF-8 text; see `read`."""
     content = read(directory, name)
     try:
         return None if content is None else content.decode("utf-8")
@@ -86,7 +84,7 @@ def read_text(directory: pathlib.Path, name: str) -> str | None:
 
 
 def read_json(directory: pathlib.Path, name: str) -> dict[str, Any] | None:
-    """Read a file that contains a JSON object; see `read`.
+    """Reads a file that contains a JSON object; see `read`.
 
     Raises:
         CheckpointError: as for `read`; or it is not JSON, or not an object.

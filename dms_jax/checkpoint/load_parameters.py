@@ -40,7 +40,7 @@ def load_parameters(
     mesh: jax.sharding.Mesh | None,
     rules: sharding.Rules,
 ) -> Transformer:
-    """Build the model of a config and read its parameters.
+    """Builds the model of a config and reads its parameters.
 
     Args:
         config: the model's shape.
@@ -81,7 +81,7 @@ def load_parameters(
 def load_head(
     config: ModelConfig, weights: Tensors, adapter: AdapterShape
 ) -> dict[names.Path, jax.Array]:
-    """Read only the parameters of the DMS adapter, in the dtypes of the files.
+    """Reads only the parameters of the DMS adapter, in the dtypes of the files.
 
     Raises:
         CheckpointError: as for `load_parameters`; all tensors are checked.
@@ -99,7 +99,7 @@ def load_head(
 
 
 def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
-    """Raise a single error that names all missing, unexpected and mis-shaped tensors."""
+    """Raises a single error that names all missing, unexpected and mis-shaped tensors."""
     expected: dict[str, tuple[int, ...]] = {}
     for path, value in parameters.items():
         for piece in names.pieces_of(config)[path]:
@@ -142,7 +142,7 @@ def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) ->
 
 
 def _check_tied(weights: Tensors, shape: tuple[int, ...]) -> None:
-    """Raise CheckpointError if the output matrix differs from the embedding it is tied to."""
+    """Raises CheckpointError if the output matrix differs from the embedding it is tied to."""
     rows = max(1, 2**26 // max(shape[1], 1))
     for start in range(0, shape[0], rows):
         part = (slice(start, min(start + rows, shape[0])), slice(None))
@@ -163,7 +163,7 @@ def _read_parameter(
     dtype: Any,
     place: jax.sharding.Sharding | None,
 ) -> jax.Array:
-    """Read a parameter, or each device's part of it."""
+    """Reads a parameter, or each device's part of it."""
     stacked = pieces[0].layout.stacked
     layers = shape[0] if stacked else 1
     if dtype is None:
@@ -219,7 +219,7 @@ def read_tensor(
     index: tuple[slice, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Read a part of a parameter's layer from its tensor.
+    """Reads a part of a parameter's layer from its tensor.
 
     Args:
         weights: the tensors.

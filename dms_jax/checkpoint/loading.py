@@ -37,7 +37,7 @@ def load(
     for_training: bool = False,
     untrained: bool = False,
 ) -> LanguageModel:
-    """Load a checkpoint.
+    """Loads a checkpoint.
 
     Args:
         path: a Hugging Face directory, a hub id ("owner/name" or "owner/name@revision"), or a GGUF
@@ -108,7 +108,7 @@ def load(
 def load_adapters(
     model: LanguageModel, paths: Mapping[str, str | pathlib.Path]
 ) -> dict[str, AdapterWeights]:
-    """Load adapters that were trained on a model's checkpoint.
+    """Loads adapters that were trained on a model's checkpoint.
 
     Raises:
         CheckpointError: an adapter cannot be read, or was trained on another checkpoint.
@@ -140,7 +140,7 @@ def _load_adapter(model: LanguageModel, base: Contents, path: str | pathlib.Path
 
 
 def _start_device() -> None:
-    """Start the device and import the modules of its programs, while files are read.
+    """Starts the device and imports the modules of its programs, while files are read.
 
     A GPU takes a second or two. Errors are raised again when the device is used.
     """
@@ -150,7 +150,7 @@ def _start_device() -> None:
 
 
 def _check_dtype(dtype: Any) -> np.dtype | None:
-    """Check the dtype of the parameters; None keeps the files' dtype."""
+    """Checks the dtype of the parameters; None keeps the files' dtype."""
     if dtype is None:
         return None
     try:

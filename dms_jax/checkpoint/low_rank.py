@@ -36,7 +36,7 @@ def low_rank_tensors(transformer: Transformer) -> Iterator[tuple[str, np.ndarray
 def attach_factors(
     transformer: Transformer, size: LowRank, weights: Weights, mesh: jax.sharding.Mesh | None
 ) -> Transformer:
-    """Attach a file's factors to the weights of a transformer, in the file's type.
+    """Attaches a file's factors to the weights of a transformer, in the file's type.
 
     Raises:
         CheckpointError: the tensors are not those of such updates of this transformer.
@@ -54,7 +54,7 @@ def attach_factors(
 def read_factors(
     transformer: Transformer, size: LowRank, weights: Weights
 ) -> dict[Path, np.ndarray]:
-    """Read the factors of a file for a transformer, in the file's type.
+    """Reads the factors of a file for a transformer, in the file's type.
 
     Raises:
         CheckpointError: the tensors are not those of such updates of this transformer.

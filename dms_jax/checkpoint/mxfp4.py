@@ -46,7 +46,7 @@ class Unpacked(Tensors):
             ):
                 raise CheckpointError(
                     f"{plain(blocks)} {list(shape)} and {plain(scales)} "
-                    f"{plain(packed.shapes.get(scales, 'missing'))} are no matrices in MXFP4: "
+                    f"{plain(packed.shapes.get(scales, 'missing'))} are not matrices in MXFP4: "
                     "download the file again"
                 )
             for each in (blocks, scales):

@@ -51,7 +51,7 @@ class Layout:
     def tensor_slices(
         self, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Split a slice of the parameter into slices of the tensor and slices of the result.
+        """Splits a slice of the parameter into slices of the tensor and slices of the result.
 
         Only the leading dimension of a group (the first longer than one) can be sliced in the file,
         because its entries are contiguous there; the other dimensions are sliced after reading.
@@ -69,7 +69,7 @@ class Layout:
         return tuple(cut), tuple(rest)
 
     def to_parameter(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Rearrange a tensor (or a slice of its leading dims) into the parameter of `shape`."""
+        """Rearranges a tensor (or a slice of its leading dims) into the parameter of `shape`."""
         order = [dim for group in self.groups for dim in group]
         split = []
         for size, group in zip(tensor.shape, self.groups, strict=True):
@@ -82,7 +82,7 @@ class Layout:
         return tensor.reshape(split).transpose(back)
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
-        """Rearrange a parameter (without its layer axis) into the tensor."""
+        """Rearranges a parameter (without its layer axis) into the tensor."""
         order = [dim for group in self.groups for dim in group]
         shape = self.tensor_shape(parameter.shape)
         if self._is_transpose:
@@ -125,7 +125,7 @@ class Piece:
     def within(
         self, index: tuple[slice, ...], shape: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Intersect the piece with a part of a parameter; returns the overlap's slices in each.
+        """Intersects the piece with a part of a parameter; returns the overlap's slices in each.
 
             # In: expert 3 of 4, a part of experts 2 and 3  Out: (1:2,), (0:1,)
 
@@ -177,7 +177,7 @@ class Joined(Layout):
 
 
 def _transpose(matrix: np.ndarray) -> np.ndarray:
-    """Transpose into new memory in blocks of rows: three times as fast as in one step."""
+    """Transposes into new memory in blocks of rows: three times as fast as in one step."""
     out = np.empty(matrix.shape[::-1], matrix.dtype)
     for start in range(0, matrix.shape[0], 64):
         out[:, start : start + 64] = matrix[start : start + 64].T

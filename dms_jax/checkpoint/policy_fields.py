@@ -32,7 +32,7 @@ _OURS = ("dms_decision_shift", "dms_decision_rule", "dms_decision_seed")
 
 
 def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | None:
-    """Read the policy that a `config.json` declares; None if it declares none.
+    """Reads the policy that a `config.json` declares; None if it declares none.
 
     Args:
         config: the contents of `config.json`.
@@ -58,7 +58,7 @@ def policy_from_hf(config: Mapping[str, Any], *, has_adapter: bool) -> Policy | 
 
 
 def policy_to_hf(policy: Policy, *, has_adapter: bool) -> dict[str, Any]:
-    """Build the fields of `config.json` that declare the policy; none for plain Vanilla."""
+    """Builds the fields of `config.json` that declare the policy; none for plain Vanilla."""
     if isinstance(policy, DMS):
         fields: dict[str, Any] = {
             name: getattr(policy, field) for name, (field, _) in _FIELDS.items()

@@ -59,7 +59,7 @@ def save(
     adapter_only: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write config, tensors, tokenizer and generation defaults; the policy goes into the config.
+    """Writes config, tensors, tokenizer and generation defaults; the policy goes into the config.
 
     Args:
         model: the model to write; tensors keep the dtype of its parameters.
@@ -92,7 +92,7 @@ def save(
     check_adapter(policy, model.transformer.adapter_shape)
     if model.policy.retrofit.borrowed_neurons not in (None, policy.retrofit.borrowed_neurons):
         raise ConfigError(
-            f"this model was made for {model.policy}, whose decisions live in neurons that must "
+            f"this model was made for {model.policy}, whose decision neurons must "
             f"take no part in attention; saved for {policy} it would use them. Save it with its "
             "own policy"
         )
@@ -109,7 +109,7 @@ def save(
     if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
         raise ConfigError(
             f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict by neurons that say nothing. {LEARN_FIRST}"
+            f"loads the checkpoint would evict at random. {LEARN_FIRST}"
         )
     flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
     tensors = tensors_of({path: param.get_value() for path, param in flat}, model.config)

@@ -78,7 +78,7 @@ def _numbered(number: int) -> str:
 
 
 def check_finite(name: str, tensor: np.ndarray) -> None:
-    """Raise CheckpointError if a tensor is not finite."""
+    """Raises CheckpointError if a tensor is not finite."""
     if not np.isfinite(tensor).all():
         raise CheckpointError(
             f"tensor {name} holds NaN or infinite values and could not be loaded again; nothing "
@@ -87,7 +87,7 @@ def check_finite(name: str, tensor: np.ndarray) -> None:
 
 
 def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
-    """Write tensors to one file; raises OSError."""
+    """Writes tensors to one file; raises OSError."""
     try:
         save_file(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:  # also raised when a system call fails
@@ -97,5 +97,5 @@ def save_tensors(tensors: dict[str, np.ndarray], file: pathlib.Path) -> None:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Write an indented JSON file."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

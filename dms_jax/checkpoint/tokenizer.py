@@ -70,7 +70,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | pathlib.Path) -> "Tokenizer | None":
-        """Read the tokenizer of a Hugging Face directory; None if there is none.
+        """Reads the tokenizer of a Hugging Face directory; None if there is none.
 
         Raises:
             CheckpointError: the files are damaged, or of an unsupported kind.
@@ -125,7 +125,7 @@ class Tokenizer:
         return self._special_id("pad_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text that the model will continue.
+        """Encodes a text that the model will continue.
 
         The checkpoint decides which tokens begin the text. No end token is added, even if the
         checkpoint asks for one (`add_eos_token`), because the model continues the text.
@@ -143,7 +143,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise DataError(
                 f"the text to encode holds half of a surrogate pair ({text[error.start]!r} at "
-                f"place {error.start}), which is no character: it was decoded wrongly"
+                f"place {error.start}), which is not a character: it was decoded wrongly"
             ) from error
         with library_errors(DataError, "the tokenizer failed on the text"):
             if len(text) < _LONG:
@@ -155,7 +155,7 @@ class Tokenizer:
             )
 
     def decode(self, ids: Iterable[SupportsInt], skip_special_tokens: bool = True) -> str:
-        """Decode token ids.
+        """Decodes token ids.
 
         Raises:
             DataError: they are not token ids.
@@ -192,7 +192,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Format a conversation with the chat template.
+        """Formats a conversation with the chat template.
 
         Args:
             messages: `{"role": ..., "content": ...}` in order.
@@ -225,7 +225,7 @@ class Tokenizer:
         )
 
     def with_shown(self, texts: Iterable[str]) -> "Tokenizer":
-        """Return a tokenizer whose `decode` does not skip these special tokens.
+        """Returns a tokenizer whose `decode` does not skip these special tokens.
 
         For tokens that a parser needs, such as those that introduce a tool call.
         """
@@ -247,7 +247,7 @@ class Tokenizer:
         return found
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json` into an existing directory.
+        """Writes `tokenizer.json` and `tokenizer_config.json` into an existing directory.
 
         Raises:
             CheckpointError: the tokenizer cannot be serialized.
@@ -270,7 +270,7 @@ class Tokenizer:
             except UnicodeEncodeError as error:
                 raise CheckpointError(
                     f"{name} cannot be written: the tokenizer or its chat template holds half of "
-                    "a surrogate pair, which is no character"
+                    "a surrogate pair, which is not a character"
                 ) from error
             (directory / name).write_bytes(data)
 
@@ -332,7 +332,7 @@ def _read_backend(directory: pathlib.Path) -> tokenizers.Tokenizer | None:
 def apply_sequence_ends(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> None:
-    """Add or remove the begin and end tokens as `add_bos_token` and `add_eos_token` ask.
+    """Adds or removes the begin and end tokens as `add_bos_token` and `add_eos_token` ask.
 
     If neither is given, the post-processor of `tokenizer.json` is kept.
     """

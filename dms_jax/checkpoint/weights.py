@@ -44,7 +44,7 @@ class Tensors(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, index: tuple[slice, ...] = (), dtype: Any = None) -> np.ndarray:
-        """Read a tensor, or the given slices of its dimensions, as `dtype`."""
+        """Reads a tensor, or the given slices of its dimensions, as `dtype`."""
 
     @abc.abstractmethod
     def file_name(self, name: str) -> str:
@@ -78,7 +78,7 @@ class Weights(Tensors):
             self._open(file)
 
     def unwrap(self) -> None:
-        """Strip the prefixes that PyTorch's wrappers left in the names of the tensors.
+        """Strips the prefixes that PyTorch's wrappers left in the names of the tensors.
 
         Raises:
           CheckpointError: two tensors have the same name afterwards.
@@ -86,11 +86,11 @@ class Weights(Tensors):
         self._rename(parameter_names(self._files))
 
     def keep_language_model(self) -> None:
-        """Drop the tensors of the vision part; rename the others to a plain language model's."""
+        """Drops the tensors of the vision part; renames the others to a plain language model's."""
         self._rename(language_names(self._files))
 
     def _rename(self, stored: Mapping[str, str]) -> None:
-        """Keep only these tensors, under their new names."""
+        """Keeps only these tensors, under their new names."""
         self._stored = {name: self.stored_name(old) for name, old in stored.items()}
         self._files = {name: self._files[old] for name, old in stored.items()}
         self.shapes = {name: self.shapes[old] for name, old in stored.items()}
@@ -136,8 +136,8 @@ class Weights(Tensors):
             dtype = np.dtype(np.uint8) if packed else _DTYPES.get(header.get_dtype())
             if dtype is None:
                 raise CheckpointError(
-                    f"{path.name}: tensor {plain(name)} holds {header.get_dtype()} numbers, which "
-                    f"are not served (served: {', '.join(_DTYPES)}); load the unquantized weights"
+                    f"{path.name}: tensor {plain(name)} has dtype {header.get_dtype()}; supported: "
+                    f"{', '.join(_DTYPES)}. Load the unquantized weights"
                 )
             self._files[name] = (path, handle)
             self.shapes[name] = tuple(header.get_shape())
@@ -163,7 +163,7 @@ def shard_names(directory: pathlib.Path) -> list[str] | None:
 
 
 def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Find the files of a checkpoint that contain its tensors.
+    """Finds the files of a checkpoint that contain its tensors.
 
     Raises:
         CheckpointError: files are missing, or are outside the directory.

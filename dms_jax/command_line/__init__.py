@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from dms_jax.checks import guess
 
         known = ", ".join(COMMANDS)
-        message = f"{name!r} is no command{guess(name, COMMANDS)}; there are {known}."
+        message = f"{name!r} is not a command{guess(name, COMMANDS)}; there are {known}."
         print(f"{ConfigError.__name__}: {message}", file=sys.stderr)
         return WRONG_CALL
     # Imported here: the list above needs no settings parser.

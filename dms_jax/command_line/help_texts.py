@@ -34,7 +34,7 @@ def show(description: str | None, given: Sequence[str]) -> None:
 
 
 def show_points(program: str, points: Mapping[str, tuple[str, Any]]) -> None:
-    """Prints the starting points with their descriptions."""
+    """Prints the presets with their descriptions."""
     width = max(map(len, points)) + 2
     print(f"usage: {program} [STARTING-POINT] [OPTIONS]\n")
     for name, (what, _) in points.items():

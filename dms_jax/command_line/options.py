@@ -146,7 +146,7 @@ def check_devices(**shards: int) -> None:
     count = math.prod(check(option, each, Count) for option, each in given.items())
     if count > 1 and count > jax.device_count():  # one device: leave jax's backends alone
         asked = " x ".join(f"{option} {each}" for option, each in given.items() if each > 1)
-        raise dms_jax.ConfigError(f"{asked} takes {count} devices; there are {jax.device_count()}.")
+        raise dms_jax.ConfigError(f"{asked} needs {count} devices; there are {jax.device_count()}.")
 
 
 def tell_if_short(place: str | pathlib.Path) -> None:

@@ -55,7 +55,7 @@ def make_place(option: str, path: pathlib.Path) -> None:
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
     if path.exists() and not path.is_file():  # a device or a pipe; do not replace it
-        raise dms_jax.ConfigError(f"{option} {path}: this is no file; name one.")
+        raise dms_jax.ConfigError(f"{option} {path}: this is not a regular file; name one.")
 
 
 def read_file(option: str, path: pathlib.Path) -> bytes:

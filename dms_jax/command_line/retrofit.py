@@ -10,7 +10,7 @@ Starts from a named set of options and applies yours on top; the default is cust
 The same command resumes from the latest checkpoint. With several processes, on several hosts, start
 each with the same command (experiments/launch of a checkout). The result, in out/model, is a
 Hugging Face directory whose config.json names the policy, for --model of every command and
-`dms_jax.load`. With --adapter-only it is only the adapter trained beside frozen weights, for
+`dms_jax.load`. With --adapter-only it is the adapter alone, for
 --adapter and `load(model, adapter=...)`.
 
 self-taught trains on the model's own answers: it samples and filters them, trains, measures the
@@ -32,7 +32,7 @@ from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.command_line.self_taught.stages import self_taught
 from dms_jax.training.tensorboard import TensorBoard
 
-INTERRUPTED = "Interrupted. Run the same command to go on."
+INTERRUPTED = "Interrupted. Run the same command to resume."
 
 PRESETS: dict[str, tuple[str, Config | SelfTaught]] = {
     "custom": (
@@ -98,8 +98,7 @@ def main(config: Config | SelfTaught) -> None:
         return
     if not config.model or not config.data:
         raise dms_jax.ConfigError(
-            "give --model and --data, or a starting point that has both: "
-            "dms-jax retrofit stories260k."
+            "give --model and --data, or a preset that has both: dms-jax retrofit stories260k."
         )
     processes.connect(config.coordinator, config.processes, config.process)
     say = print if processes.is_first() else (lambda _: None)

@@ -237,6 +237,6 @@ def check_window(policy: Policy, recipe: Recipe) -> None:
     if isinstance(policy, DMS) and policy.window + 1 >= recipe.sequence_length:
         raise dms_jax.ConfigError(
             f"No token leaves a window of {policy.window} in sequences of "
-            f"{recipe.sequence_length} tokens, so that nothing would be learned: give a "
+            f"{recipe.sequence_length} tokens, so nothing would be learned: give a "
             "shorter window, or a longer --sequence-length."
         )

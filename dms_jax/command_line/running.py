@@ -46,7 +46,7 @@ def run(
 
     Args:
       main: the command, a function of the settings; an int result is the exit status.
-      settings: the dataclass of settings, or starting points, name -> (description, instance); the
+      settings: the dataclass of settings, or presets, name -> (description, instance); the
         first is the default.
       description: text of --help, the docstring of the module.
       program: name in --help; by default that of the running script.
@@ -76,10 +76,10 @@ def run(
 def _from_starting_point(
     points: Mapping[str, tuple[str, Any]], program: str, description: str | None, given: list[str]
 ) -> Any:
-    """Parses the name of a starting point and the options that change it.
+    """Parses the name of a preset and the options that change it.
 
     Raises:
-      ConfigError: the starting point is unknown, or there are no arguments.
+      ConfigError: the preset is unknown, or there are no arguments.
       SystemExit: for `--help` (status 0) and for unknown options (status 2).
     """
     if given and given[0] in help_texts.ASKED:
@@ -88,18 +88,18 @@ def _from_starting_point(
         sys.exit(0)
     there_are = f"there are {', '.join(points)} ({program} --help)."
     if not given:
-        raise dms_jax.ConfigError(f"{program} takes a starting point or options; {there_are}")
+        raise dms_jax.ConfigError(f"{program} needs a preset or options; {there_are}")
     named = not given[0].startswith("-")
     name, options = (given[0], given[1:]) if named else (next(iter(points)), given)
     if name not in points:
-        raise dms_jax.ConfigError(f"{name!r} is no starting point of {program}; {there_are}")
+        raise dms_jax.ConfigError(f"{name!r} is not a preset of {program}; {there_are}")
     what, start = points[name]
     how: dict[str, Any] = dict(default=start, config=(tyro.conf.AvoidSubcommands,))
     try:
         return _parsed(type(start), f"{program} {name}", what, options, **how)
     except SystemExit as end:
         if end.code and not named:
-            print(f"Without a starting point it is {name}; {there_are}", file=sys.stderr)
+            print(f"The default preset is {name}; {there_are}", file=sys.stderr)
         raise
 
 

@@ -172,8 +172,8 @@ def make_access(config: Config) -> Access:
     names = {name for name in (socket.gethostname(), config.host) if is_name(name)}
     if not keys and not is_loopback(config.host):
         warnings.warn(
-            f"Whoever reaches {config.host} may use this server: it has no key. "
-            "Give it one: --api-key FILE.",
+            f"Anyone who reaches {config.host} can use this server: it has no API key. "
+            "Set one: --api-key FILE.",
             stacklevel=2,
         )
     return Access(keys, (*config.allowed_hosts, *sorted(names)), config.allowed_origins)

@@ -41,7 +41,7 @@ def map_text(path: pathlib.Path) -> mmap.mmap:
     except ValueError as error:
         raise DataError(f"{path} is empty.") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is no whole gzip file: {error}.") from error
+        raise DataError(f"{path} is not a complete gzip file: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -61,7 +61,7 @@ def read_json(text: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                "this holds half of a surrogate pair, which is no character: it was written "
+                "this holds half of a surrogate pair, which is not a character: it was written "
                 "wrongly."
             ) from error
     return value
@@ -80,7 +80,7 @@ def open_table(path: pathlib.Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"Reading {path} takes pyarrow, as all Parquet and saved datasets: "
+            f"Reading {path} needs pyarrow (Parquet and saved datasets): "
             "pip install 'dms-jax[data]'."
         ) from error
     try:

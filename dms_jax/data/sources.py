@@ -54,7 +54,7 @@ class _Files(Records):
                 self._starts.append(start)
                 self._ends.append(end)
             if len(self._starts) == self._first[-1]:
-                raise DataError(f"{path} holds no document.")
+                raise DataError(f"{path} contains no documents.")
         if not self._paths:
             raise DataError("No file was given.")
         self.read_all()
@@ -199,7 +199,7 @@ def as_source(data: Any, fields: Fields | None = None) -> Source:
             "conversations, token ids, or a source of dms_jax.data."
         )
     if not len(source):
-        raise DataError("There is no document to train on.")
+        raise DataError("There are no documents to train on.")
     return source
 
 

@@ -150,7 +150,7 @@ class _NonEmptyIterator(grain.DatasetIterator):
             document = next(self._parent)
             if len(document["tokens"]):
                 return document
-        raise DataError("The documents hold no token to train on.")
+        raise DataError("The documents contain no tokens to train on.")
 
     def get_state(self) -> dict[str, Any]:
         return self._parent.get_state()

@@ -38,7 +38,7 @@ class Tables(Records):
                     rows += table.num_rows
         self._rows = rows
         if not rows:
-            raise DataError(f"{paths[0] if paths else 'the data'} holds no row.")
+            raise DataError(f"{paths[0] if paths else 'the data'} contains no rows.")
         self.read_all()
 
     def count(self) -> int:

@@ -232,7 +232,7 @@ def _turns(messages: list[Any], tokenizer: Any, first: int = 0) -> list[Part]:
         if not (whole.startswith(after) and after.startswith(before) and len(before) >= done):
             raise DataError(
                 f"the chat template writes turn {place} in another way once it is answered or "
-                "others follow, so that answers cannot be told apart. Give single exchanges, or "
+                "others follow, so answers cannot be told apart. Give single exchanges, or "
                 "let every token count."
             )
         end = len(before) + len(after[len(before) :].rstrip())

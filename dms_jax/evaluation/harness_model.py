@@ -71,7 +71,7 @@ class HarnessModel(LM):
         self.serving = Serving(**serving)
         if policy is None and options:
             raise ConfigError(
-                f"{', '.join(sorted(options))}: these are no options of the model; if they are a "
+                f"{', '.join(sorted(options))}: these are not options of the model; if they are a "
                 "policy's, name it with policy=."
             )
         loaded = isinstance(path, LanguageModel)

@@ -333,7 +333,7 @@ def _resolved(systems: Any, model: LanguageModel, questions: Questions) -> tuple
     given = list(systems) if isinstance(systems, Iterable) else [systems]
     if not given or not all(isinstance(each, System) for each in given):
         raise ConfigError(
-            "hyperscale wants systems of dms_jax.evaluation.System, such as "
+            "hyperscale needs systems of dms_jax.evaluation.System, such as "
             f"[System('TOVA', dms_jax.TOVA(compression_ratio=4))], got {show(systems)}."
         )
     resolved: dict[tuple[str, float | int | None], Resolved] = {}
@@ -350,7 +350,7 @@ def _resolved(systems: Any, model: LanguageModel, questions: Questions) -> tuple
             ratio = 1 if policy == Vanilla() else getattr(policy, "compression_ratio", None)
         if (system.name, ratio) in resolved:
             raise ConfigError(
-                f"hyperscale: {system.name!r} is there twice with compression_ratio={ratio}. Give "
+                f"hyperscale: {system.name!r} appears twice with compression_ratio={ratio}. Give "
                 "each System of one name another compression_ratio, or another name."
             )
         resolved[system.name, ratio] = Resolved(system.name, own, judge, policy, ratio)

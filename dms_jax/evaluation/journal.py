@@ -101,7 +101,7 @@ class Journal:
                     )
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{self._path}, line {number}: this is no answer of an evaluation ({error}). "
+                    f"{self._path}, line {number}: not an answer of an evaluation ({error}). "
                     "Name another folder, or remove the file."
                 ) from error
             if number == 1 and found != settings:
@@ -112,8 +112,8 @@ class Journal:
                     for name in other
                 )
                 raise DataError(
-                    f"{self._path} holds answers of other settings: {told}. Give the same to go "
-                    "on after them, or name another folder."
+                    f"{self._path} holds answers of other settings: {told}. Give the same to "
+                    "resume after them, or name another folder."
                 )
         return answers
 

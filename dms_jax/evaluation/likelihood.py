@@ -49,7 +49,7 @@ def encode_pair(model: LanguageModel, context: str, continuation: str) -> tuple[
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
-        raise DataError("Likelihood of text needs a tokenizer, and this model came without one.")
+        raise DataError("Likelihood of text needs a tokenizer, and this model has none.")
     bare = context.rstrip()
     if bare:
         continuation, context = context[len(bare) :] + continuation, bare

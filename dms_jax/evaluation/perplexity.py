@@ -129,7 +129,7 @@ def perplexity(
     policy = model.resolve_policy(policy)
     serving = Serving.given("perplexity", serving, lanes=64)
     if model.tokenizer is None:
-        raise DataError("perplexity needs a tokenizer, and this model came without one.")
+        raise DataError("perplexity needs a tokenizer, and this model has none.")
     positions = model.config.max_position_embeddings
     window = window or min(positions - 1, _LONGEST_WINDOW)
     if window >= positions:

@@ -78,7 +78,7 @@ class Questions:
         tasks = tuple(task) if isinstance(task, Iterable) else (task,)
         if not tasks or not all(isinstance(each, Task) for each in tasks):
             raise ConfigError(
-                f"{what} wants a task of dms_jax.data.tasks, or several, got {task!r}."
+                f"{what} needs a task of dms_jax.data.tasks, or several, got {task!r}."
             )
         names = tuple(each.name for each in tasks)
         if len(set(names)) < len(names):
@@ -112,7 +112,7 @@ class Questions:
           DataError: there is no tokenizer, or a prompt leaves no room for an answer.
         """
         if model.tokenizer is None:
-            raise DataError(f"{self.what} needs a tokenizer, and this model came without one.")
+            raise DataError(f"{self.what} needs a tokenizer, and this model has none.")
         prompts = [
             encode_problem(model, problem, self.chat, name=self.tasks[number].name)
             for number, problem in zip(self.task_of, self.problems, strict=True)
@@ -235,7 +235,7 @@ def _problems(
     ][:count]
     if not places or len(places) < (count or 1):
         raise DataError(
-            f"{what}: {count or 'more'} problems were asked for from number {start} on, and "
+            f"{what}: {count or 'more'} problems were requested from number {start} on, and "
             f"there are {len(places)} ({', '.join(task.name for task in tasks)})."
         )
     return (

@@ -82,7 +82,7 @@ def read_records(path: str | pathlib.Path) -> tuple[Record, ...]:
     for each in paths:
         own = [Record(fields, f"{each}, {place}") for place, fields in _read(each)]
         if not own:
-            raise DataError(f"{each} holds no record.")
+            raise DataError(f"{each} contains no records.")
         records += own
     return tuple(records)
 

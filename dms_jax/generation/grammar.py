@@ -219,7 +219,7 @@ def check_model(model: LanguageModel) -> None:
     _library()
     if model.tokenizer is None:
         raise ConfigError(
-            "A grammar is one of text, and this model came without a tokenizer. Leave it out."
+            "A grammar is one of text, and this model has no tokenizer. Leave it out."
         )
     if not model.generation.eos_token_ids:
         raise ConfigError(

@@ -93,7 +93,7 @@ def estimate(
     try:
         dtype = jnp.dtype(dtype)
     except Exception as error:  # numpy raises many different classes
-        raise ConfigError(f"estimate: {show(dtype)} is no dtype; give e.g. 'bfloat16'.") from error
+        raise ConfigError(f"estimate: {show(dtype)} is not a dtype, such as 'bfloat16'.") from error
     require(
         bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1,
         f"estimate: weights cannot have dtype {dtype}; give e.g. 'bfloat16', and kv_dtype for a "
@@ -246,7 +246,7 @@ def pool_pages(
         memory = float(check("memory", memory, Annotated[Positive, "give bytes"]))
         if memory > total:
             raise CapacityError(
-                f"memory={memory:,.0f} bytes were asked for the cache, and the device has "
+                f"memory={memory:,.0f} bytes were requested for the cache, and the device has "
                 f"{total:,.0f}. Ask for less, or leave `memory` out to take all that is free."
             )
     # A program allocates the next state of a policy beside the last one.

@@ -449,7 +449,7 @@ def check_stop(model: LanguageModel, sampling: Sampling) -> None:
     """Raises ConfigError if there are stop strings but no tokenizer."""
     if sampling.stop_strings and model.tokenizer is None:
         raise ConfigError(
-            "Sampling: stop strings are looked for in text, and this model came without a "
+            "Sampling: stop strings need text, and this model has no "
             "tokenizer. Leave them out, or end at a token (generation.eos_token_ids)."
         )
 
@@ -500,9 +500,7 @@ def encode_prompt(
     most = model.config.max_position_embeddings if most is None else most
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
-            raise DataError(
-                f"{name} is text, and this model came without a tokenizer. Give token ids."
-            )
+            raise DataError(f"{name} is text, and this model has no tokenizer. Give token ids.")
         if isinstance(prompt, str):
             if not prompt:
                 raise DataError(
@@ -614,5 +612,5 @@ def _ids(prompt: Any, name: str) -> list[int]:
                 f"{name} holds {show(token)} at place {place}; token ids are whole numbers."
             )
         if not -(2**63) <= token < 2**63:
-            raise DataError(f"{name} holds {show(token)} at place {place}, which is no token id.")
+            raise DataError(f"{name} has {show(token)} at place {place}, which is not a token id.")
     return [int(token) for token in prompt]

@@ -225,7 +225,7 @@ class Runner:
             self._on_mesh = sharding.has_mesh()
         if self._value_layers < config.num_layers and self._on_mesh:
             raise ConfigError(
-                f"{policy.name}: values in host memory are served on one device, not on a mesh; "
+                f"{policy.name}: values in host memory are supported on one device, not on a mesh; "
                 "give the policy values='device', or load the model without a mesh."
             )
         self.host: HostValues | None = None

@@ -88,7 +88,7 @@ class LanguageModel:
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ConfigError(
-                f"This model has no chat template, so that {show(sorted(variables))} cannot be "
+                f"This model has no chat template, so {show(sorted(variables))} cannot be "
                 "variables of it. Leave them out, or add a chat_template to tokenizer_config.json."
             )
         check_template_variables("with_template", variables)
@@ -138,7 +138,7 @@ class LanguageModel:
         for path, param in nnx.to_flat_state(given):
             name, new = ".".join(map(str, path)), param.get_value()
             if path not in held:
-                raise ConfigError(f"{name} is no parameter of this model.")
+                raise ConfigError(f"{name} is not a parameter of this model.")
             old = held[path].get_value()
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ConfigError(
@@ -178,14 +178,14 @@ class LanguageModel:
             return
         if declared is not None:
             raise ConfigError(
-                f"This checkpoint was made for {self.policy}, whose decisions live in neurons "
-                f"that must take no part in attention; {policy} would use them. Run it with its "
+                f"This checkpoint was made for {self.policy}, whose decision neurons "
+                f"must take no part in attention; {policy} would use them. Run it with its "
                 "own policy (a window beyond the sequence's length evicts nothing)."
             )
         if not self.untrained:
             raise ConfigError(
                 f"{policy.name} learns what to evict, and this model was never trained for it: it "
-                f"would evict by neurons that say nothing. {LEARN_FIRST}"
+                f"would evict at random. {LEARN_FIRST}"
             )
 
     def logits(
@@ -224,7 +224,7 @@ class LanguageModel:
         tokens = whole_numbers("token ids", tokens)
         if tokens.ndim != 2:
             raise DataError(
-                f"logits wants token ids of shape [B, T], one row a sequence, got "
+                f"logits needs token ids of shape [B, T], one row a sequence, got "
                 f"{list(tokens.shape)}."
             )
         if not tokens.size:

@@ -80,7 +80,7 @@ def check_layers(config: ModelConfig, policy: Policy) -> None:
     )
     require(
         not any(group.host_values for group in policy.groups(config.num_full_layers)),
-        f"{policy.name}: values in host memory are not served for models with sliding windows; "
+        f"{policy.name}: values in host memory are not supported for models with sliding windows; "
         "give the policy values='device'.",
     )
 

@@ -216,7 +216,7 @@ def _read(path: str, changed: tuple[int, int] | None) -> dict[str, np.ndarray]:
     try:
         found = load_file(path)
     except Exception as error:  # safetensors raises many different classes
-        raise ConfigError(f"TriAttention: {path} is no safetensors file: {error}") from error
+        raise ConfigError(f"TriAttention: {path} is not a safetensors file: {error}") from error
     shapes = {name: array.shape for name, array in found.items()}
     mean = shapes.get("mean", ())
     if len(mean) != 3 or shapes != {"mean": mean, "norm": (*mean[:2], mean[2] // 2)}:

@@ -73,15 +73,15 @@ class Access:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_own_host(host):
             raise RefusalError(
-                f"This server does not go by the name {plain(repr(host))}. To allow it, "
+                f"This server does not answer under the name {plain(repr(host))}. To allow it, "
                 "start the server with --allowed-hosts NAME.",
                 status=403,
                 code="host_not_allowed",
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
             raise RefusalError(
-                f"Pages of {plain(repr(origin))} may not ask this server. To allow them, start "
-                "it with --allowed-origins ORIGIN.",
+                f"Web pages of {plain(repr(origin))} may not send requests to this server. To "
+                "allow them, start it with --allowed-origins ORIGIN.",
                 status=403,
                 code="origin_not_allowed",
             )
@@ -89,7 +89,7 @@ class Access:
         given = f"Bearer {headers['x-api-key']}" if "x-api-key" in headers else given
         if self.keys and path != OPEN and not self._has_key(given):
             raise RefusalError(
-                "This server wants an API key: send the header Authorization: Bearer KEY, or "
+                "This server needs an API key: send the header Authorization: Bearer KEY, or "
                 "x-api-key: KEY.",
                 status=401,
                 code="invalid_api_key",
@@ -133,9 +133,9 @@ def read_keys(path: str | None, environment: Mapping[str, str]) -> tuple[str, ..
         try:
             text = pathlib.Path(path).expanduser().read_text("utf-8-sig")
         except (OSError, ValueError) as error:
-            what = error.strerror if isinstance(error, OSError) else "it is no text"
+            what = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ConfigError(
-                f"--api-key wants a file with one key per line, and cannot read this one: {what}. "
+                f"--api-key needs a file with one key per line; this one cannot be read: {what}. "
                 "A key itself has no place on a command line, where every user of the machine can "
                 f"read it; the variable {KEY_VARIABLE} takes one."
             ) from error

@@ -184,7 +184,7 @@ class _Api:
         new = sorted(set(names) - self._unknown)
         for name in new[: max(_MOST_NAMES - len(self._unknown), 0)]:
             self._unknown.add(name)
-            _logger.warning("Requests have %s, which this server leaves out.", plain(name))
+            _logger.warning("Ignored the unknown request field %s.", plain(name))
 
     async def load_adapter(self, request: Request) -> Response:
         """Replaces an adapter by one in a directory on the server's machine."""

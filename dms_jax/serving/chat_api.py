@@ -131,7 +131,7 @@ def _message(message: Any, where: str, before: Sequence[Mapping[str, Any]]) -> d
         )
     for name in ("function_call", "audio"):
         if message.get(name):
-            raise RefusalError(f"{where}: {name} is not served.", param="messages")
+            raise RefusalError(f"{where}: {name} is not supported.", param="messages")
     calls = _calls(message.get("tool_calls"), where) if role == "assistant" else []
     content = message.get("content")
     if content is None and role != "assistant":

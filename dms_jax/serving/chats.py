@@ -62,7 +62,7 @@ class Chat:
         """
         tokenizer, name = model.tokenizer, "The conversation"
         if tokenizer is None:
-            raise RefusalError("The model came without a tokenizer; send token ids as a prompt.")
+            raise RefusalError("The model has no tokenizer; send token ids as a prompt.")
         if tokenizer.chat_template is None:
             raise RefusalError(
                 "The checkpoint has no chat template; send the text as prompt to /v1/completions.",
@@ -71,8 +71,8 @@ class Chat:
         offered = self.tools.offered
         if offered and call_format is None:
             raise RefusalError(
-                "tools: it is not known how this model writes calls: neither its chat template nor "
-                "its name tells. Start the server with --tool-calls FORM, or leave tools out.",
+                "tools: the call format cannot be detected from the chat template or the name of "
+                "the model. Start the server with --tool-calls FORM, or leave tools out.",
                 param="tools",
             )
         messages = self.messages

@@ -74,7 +74,7 @@ def _check_echo(given: Mapping[str, Any], prompts: Sequence[Any], output: str | 
         (bool(given.get("stop")), "stop strings, which the prompt may hold"),
     ):
         if is_there:
-            raise RefusalError(f"echo: it is not served with {what}.", param="echo")
+            raise RefusalError(f"echo: it is not supported with {what}.", param="echo")
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:

@@ -167,7 +167,7 @@ def _add(messages: list[dict[str, Any]], message: Any, where: str) -> None:
                 pass  # encrypted by another server
             case kind:
                 raise RefusalError(
-                    f"{where}: blocks of type {show(kind)} are not served in a message of the "
+                    f"{where}: blocks of type {show(kind)} are not supported in a message of the "
                     f"{role}.",
                     param="messages",
                 )

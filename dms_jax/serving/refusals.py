@@ -66,7 +66,7 @@ def unknown_model(asked: Any, names: Iterable[str]) -> RefusalError:
 def unserved(name: str, value: Any, why: str = "") -> RefusalError:
     """Returns the error for a field value that is not supported."""
     return RefusalError(
-        f"{name}={show(value)} is not served{f': {why}' if why else ''}. Leave it out.",
+        f"{name}={show(value)} is not supported{f': {why}' if why else ''}. Leave it out.",
         param=name,
         code="unsupported_parameter",
     )

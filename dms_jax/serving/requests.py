@@ -136,9 +136,8 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         most = min(most, room)
     if most is not None and most > room:
         raise RefusalError(
-            f"The prompt has {served.max_tokens - room:,} tokens and an answer of up to {most:,} "
-            f"is asked for; a sequence may have {served.max_tokens:,} here. Ask for at most "
-            f"{room:,}.",
+            f"The prompt has {served.max_tokens - room:,} tokens and its answer up to {most:,}; "
+            f"a sequence may have {served.max_tokens:,} here. Ask for at most {room:,}.",
             param=asked.max_field,
             code=TOO_LONG,
         )
@@ -205,8 +204,8 @@ def _check_answers(prompts: int, choices: int, most: int, field: str) -> None:
     """Refuses more answers than can run or wait; a body of 16 MB can ask for a hundred million."""
     if (asked := prompts * choices) > most:
         raise RefusalError(
-            f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are asked "
-            f"for at once, and at most {most:,} can run or wait here. Ask for fewer.",
+            f"{asked:,} answers ({prompts:,} prompt{'s'[: prompts > 1]}, n={choices}) are "
+            f"requested at once, and at most {most:,} can run or wait here. Ask for fewer.",
             param="n" if choices > 1 else field,
         )
 

@@ -197,7 +197,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             messages.append(result_of(item.get("call_id"), text, messages))
         case _:
             raise RefusalError(
-                f"{where}: items of type {show(kind)} are not served; there are message, "
+                f"{where}: items of type {show(kind)} are not supported; there are message, "
                 "reasoning, function_call and function_call_output.",
                 param="input",
             )

@@ -42,7 +42,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import Policy
 
 _SHORTEN = "Shorten the prompt, or ask for a shorter answer."
-_ENDING = "The server is about to end and takes no more requests."
+_ENDING = "The server is about to end and accepts no more requests."
 _FAILED = "The server's engine has failed, and the server ends. Its log says more."
 
 _logger = logging.getLogger("dms_jax")
@@ -250,7 +250,7 @@ class Service:
             self._check_length(len(prompt), sampling.max_new_tokens)
         if len(prompts) > self.max_requests:
             raise DataError(
-                f"{len(prompts)} answers are asked for at once, and at most {self.max_requests} "
+                f"{len(prompts)} answers are requested at once, and at most {self.max_requests} "
                 "can run or wait here. Ask for fewer."
             )
         adapters = [adapter] * len(prompts)
@@ -384,7 +384,7 @@ class Service:
     def _check_length(self, prompt: int, answer: int) -> None:
         if prompt + answer > self.max_tokens:
             raise TooLongError(
-                f"The prompt has {prompt:,} tokens and an answer of up to {answer:,} is asked for; "
+                f"The prompt has {prompt:,} tokens and its answer up to {answer:,}; "
                 f"a sequence may have {self.max_tokens:,} here. {_SHORTEN}"
             )
 

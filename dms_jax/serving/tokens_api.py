@@ -69,4 +69,4 @@ def count_message_tokens(body: bytes, served: ServedModel) -> dict[str, Any]:
 
 def _check_tokenizer(served: ServedModel) -> None:
     if served.tokenizer is None:
-        raise RefusalError("The model came without a tokenizer.")
+        raise RefusalError("The model has no tokenizer.")

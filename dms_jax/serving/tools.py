@@ -64,12 +64,12 @@ class Tools:
             )
         if named is not None and named not in names:
             raise RefusalError(
-                f"tool_choice names {show(named)}, which is none of the tools "
+                f"tool_choice names {show(named)}, which is not one of the tools "
                 f"({show(', '.join(names))}).",
                 param="tool_choice",
             )
         if choice == "required" and not found:
-            raise RefusalError("tool_choice wants a call, and there are no tools.", param="tools")
+            raise RefusalError("tool_choice needs tools, and there are none.", param="tools")
         if choice == "none" and named is None:
             return cls()
         return cls(found, choice == "required" or named is not None, parallel, named)

@@ -326,7 +326,7 @@ def _check_low_rank(model: LanguageModel, policy: Policy, recipe: Recipe) -> Non
     """Raises ConfigError if low-rank updates cannot be trained."""
     if policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
-            f"The recipe trains low-rank updates beside frozen weights, and {policy} needs "
+            f"The recipe freezes the weights (low-rank updates), and {policy} needs "
             "neurons whose weights are set to zero first. Use DMS(source='adapter') or "
             "`trainable='all'`."
         )
@@ -343,7 +343,7 @@ def _check_adapter_only(model: LanguageModel, policy: Policy, recipe: Recipe) ->
     """Raises ConfigError if the result of a run cannot be saved without the base."""
     if recipe.trained_for(policy) == "all":
         raise ConfigError(
-            "`adapter_only` writes an adapter beside frozen weights, and this recipe trains "
+            "`adapter_only` writes an adapter without its base, and this recipe trains "
             "all weights. Set `trainable='adapter'` or `trainable='low_rank'` in the recipe."
         )
     if model.source is None:

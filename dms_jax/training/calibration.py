@@ -126,7 +126,7 @@ def calibrate_queries(
     check_model(model)
     tokens = whole_numbers("token ids", tokens)
     if tokens.ndim != 2 or not tokens.size:
-        raise DataError(f"calibrate_queries wants token ids [B, T], got {list(tokens.shape)}.")
+        raise DataError(f"calibrate_queries needs token ids [B, T], got {list(tokens.shape)}.")
     check_tokens(tokens, model.config)
     room = fits_device("The device ran out of memory while calibrating. Give shorter sequences.")
     with use_mesh(model.mesh), room:

@@ -182,7 +182,7 @@ class Checkpoints:
             others = ", ".join(str(each) for each in self.steps if each != step) or "no other"
             raise CheckpointError(
                 f"The checkpoint of step {step} cannot be read: {_reason(error)}. Remove "
-                f"{self._path / str(step)} to go on from an earlier one; {self._run} has {others}."
+                f"{self._path / str(step)} to resume from an earlier one; {self._run} has {others}."
             ) from error
         return state, meta
 

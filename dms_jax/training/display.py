@@ -36,8 +36,8 @@ from dms_jax.training.recipe import Recipe
 _SHORT = {"distillation": "KL", "language modeling": "LM"}
 TRAINED = {
     "all": "all weights",
-    "adapter": "the adapter beside frozen weights",
-    "low_rank": "low-rank updates and the adapter beside frozen weights",
+    "adapter": "the adapter, weights frozen",
+    "low_rank": "low-rank updates and the adapter, weights frozen",
 }
 _REACHED = 0.97  # share of the target that counts as reached: decisions are sampled
 _MEAN_OVER = 20  # steps

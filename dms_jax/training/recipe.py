@@ -311,7 +311,7 @@ class Recipe(Options):
         """
         share = check("Recipe.settled: share", share, Decay)
         *before, ramp = self.stages
-        require(ramp.kind == "ramp", f"Recipe.settled: the last stage is no ramp but {ramp.kind}.")
+        require(ramp.kind == "ramp", f"Recipe.settled: the last stage is {ramp.kind}, not a ramp.")
         steps = min(round(share * ramp.steps), ramp.steps - 1)
         if not steps:
             return self

@@ -149,7 +149,7 @@ class RunDirectory:
             )
         if differing:
             only = differing == {"recipe"} and self.latest_step is not None
-            restart = f", `restart_from={self.latest_step}` to go on with this one" if only else ""
+            restart = f", `restart_from={self.latest_step}` to resume with this one" if only else ""
             told = ", ".join(difference(saved, self._settings, name) for name in sorted(differing))
             raise ConfigError(
                 f"{self.path} holds a run with another {told}. Give the "

@@ -21,7 +21,7 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "TensorBoard takes tensorboardX: pip install 'dms-jax[tensorboard]'."
+                "TensorBoard logging needs tensorboardX: pip install 'dms-jax[tensorboard]'."
             ) from error
         self._folder, self._writer, self._open = os.fspath(folder), None, SummaryWriter
 

@@ -262,7 +262,7 @@ class DmsJaxRollout(BaseRollout):
         given = dict(nnx.to_flat_state(params))
         if unknown := [path for path in given if path not in own]:
             raise dms_jax.ConfigError(
-                f"update_params: {'.'.join(map(str, unknown[0]))} is no parameter of this rollout. "
+                f"update_params: {'.'.join(map(str, unknown[0]))} is not one of its parameters. "
                 "Its actor and the trainer's are one `Actor`."
             )
         rounded = {

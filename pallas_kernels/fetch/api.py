@@ -52,7 +52,7 @@ def fetch_rows(
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"fetch_rows: index must hold integers, has dtype {index.dtype}")
     if block < 1 or store.shape[0] % block:
-        raise ValueError(f"fetch_rows: {store.shape[0]} rows are no blocks of {block}")
+        raise ValueError(f"fetch_rows: {store.shape[0]} rows are not blocks of {block}")
     if index.size == 0:
         return jnp.zeros((0, store.shape[1]), store.dtype)
     return OPERATION(implementation, store, index.astype(jnp.int32), block=block)

@@ -171,10 +171,10 @@ def _check_rotation(old, heads, rotation, pages, offsets, zeroed) -> None:
     if jnp.promote_types(cos.dtype, wide) != cos.dtype:
         fail(f"cos and sin must be at least {wide}, are {cos.dtype}")
     if rows and (not sequences or rows % sequences):
-        fail(f"{rows} rows are no multiple of the {sequences} sequences of the rotation")
+        fail(f"{rows} rows are not a multiple of the {sequences} sequences of the rotation")
     for head, dim in zeroed:
         if not (0 <= head <= count - 2 and 0 <= dim < head_dim):
-            fail(f"zeroed has ({head}, {dim}), which is no number of the queries or the key")
+            fail(f"zeroed has ({head}, {dim}), which does not fit the queries or the key")
 
 
 def _check(old, new, scales, new_scales, pages, offsets) -> None:

@@ -172,7 +172,7 @@ def convert(
     change: Callable[[dict], None] = lambda content: None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a Hugging Face directory as GGUF; returns its dequantised tensors.
+    """Writes a Hugging Face directory as GGUF; returns its dequantised tensors.
 
     Args:
         directory: the model.

@@ -25,7 +25,7 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def rewrite(directory: pathlib.Path, content: dict[str, np.ndarray]) -> None:
-    """Replace the tensors of a directory."""
+    """Replaces the tensors of a directory."""
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     save_file(content, directory / "model.safetensors")

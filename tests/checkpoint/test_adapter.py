@@ -162,7 +162,7 @@ def test_save_without_its_base_is_refused(base, tmp_path):
         other = dataclasses.replace(model, source=source)
         with pytest.raises(CheckpointError, match=message):
             save(other, POLICY, tmp_path / "adapter", adapter_only=True)
-    with pytest.raises(ConfigError, match="reads no adapter"):
+    with pytest.raises(ConfigError, match="has no adapter"):
         save(load(base), TOVA(budget=8), tmp_path / "adapter", adapter_only=True)
     assert not (tmp_path / "adapter").exists()
 
@@ -183,18 +183,18 @@ def test_given_adapter_replaces_the_bases_own(base, adapter, tmp_path):
 
 
 def test_base_with_decision_neurons_is_refused(adapter):
-    with pytest.raises(CheckpointError, match="decisions live in neurons"):
+    with pytest.raises(CheckpointError, match="decision neurons"):
         load(GOLDEN / "dms" / "query_neuron", adapter=adapter)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 2}, "format 2, which is not served"),
+        ({"format": 2}, "format 2, which is not supported"),
         ({"base": 3}, "does not name the adapter's policy and base"),
         ({"base": {"shape": {}}}, "does not name the adapter's policy and base"),
         ({"policy": {"name": "Nonesuch"}}, "Nonesuch"),
-        ({"policy": {"name": "TOVA", "budget": 8}}, "reads no adapter"),
+        ({"policy": {"name": "TOVA", "budget": 8}}, "has no adapter"),
         ({"base": {"shape": {}, "sha256": {}}}, "vocab_size is 61 in the base, and None"),
     ],
 )

@@ -56,7 +56,7 @@ BEGIN, END = size("gpt2"), size("gpt2") + 1
         ({"front": ("<e>", END), "back": ("<e>", END)}, [END]),
     ],
 )
-def test_post_processors_that_add_tokens(added, begins, tmp_path):
+def test_encode_adds_only_begin_tokens_of_post_processor(added, begins, tmp_path):
     tokens = [(BEGIN, "<b>"), (END, "<e>")]
     layout = fast("gpt2", tokens, post_processor=ends(added) if added else None)
     write(tmp_path / "model", {"tokenizer.json": layout})

@@ -145,7 +145,7 @@ def test_link_is_followed_not_replaced(stories, tmp_path, there):
 def test_malformed_path_is_refused(stories, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (lambda: save(stories, stories.policy, path), lambda: load(path)):
-        with pytest.raises(CheckpointError, match="is no path"):
+        with pytest.raises(CheckpointError, match="is not a path"):
             call()
 
 

@@ -42,7 +42,7 @@ def with_tensors(tmp_path: pathlib.Path, change) -> pathlib.Path:
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen2moe", "clip"])
 def test_unknown_architecture_is_refused(architecture, tmp_path):
     path = write(tmp_path / "model.gguf", architecture, {}, {"a": (np.ones(2, np.float32), F32)})
-    assert f"{architecture!r}, which is not served; served: llama, qwen2" in refusal(path)
+    assert f"{architecture!r}, which is not supported; supported: llama, qwen2" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_missing_parts_are_named(tmp_path):
         ({"pre": "poro-chat"}, "says 'poro-chat' for how text is cut into words"),
         ({"pre": None}, "does not say how text is cut into words"),
         ({"merges": None}, "lacks tokenizer.ggml.merges"),
-        ({"merges": ["h e", "hello"]}, "holds 'hello' (number 1), which is no pair"),
+        ({"merges": ["h e", "hello"]}, "holds 'hello' (number 1), which is not a pair"),
         ({"tokens": None}, "tokens is not a list of texts"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice"),
         ({"token_type": [1, 1]}, "token_type has 2 entries for 261 tokens"),

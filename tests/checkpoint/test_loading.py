@@ -87,7 +87,7 @@ def index_of(name) -> str:
         (index_of(""), "must be a text"),
         (index_of("absent.safetensors"), "lacks 1 of 1 files"),
         *(
-            (index_of(name), "leaves the checkpoint directory")
+            (index_of(name), "points outside the checkpoint directory")
             for name in ("/etc/passwd", "../model.safetensors", "a/../../model", "..\\m", "m\0")
         ),
     ],
@@ -185,7 +185,7 @@ def test_quantized_tensor_is_refused(llama):
     name = "model.layers.0.mlp.gate_proj.weight"
     content[name] = content[name].astype(np.int8)
     rewrite(llama, content)
-    with pytest.raises(CheckpointError, match="I8 numbers, which are not served"):
+    with pytest.raises(CheckpointError, match="has dtype I8; supported: "):
         load(llama)
 
 

@@ -79,7 +79,7 @@ def test_tool_calls(content, arguments):
     )
 
 
-def test_template_that_needs_arguments_as_text():
+def test_arguments_are_text_if_the_template_needs_it():
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c."
     template += "function.arguments }}{% endfor %}{% endfor %}"
     text = render_chat(template, messages=assistant(content=None, tool_calls=[CALL]))

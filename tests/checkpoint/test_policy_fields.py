@@ -7,7 +7,7 @@ from dms_jax.errors import ConfigError
 from dms_jax.policies import DMC, DMS, POLICIES, TOVA, StreamingLLM, Vanilla
 
 
-def test_fields_that_are_absent_have_nvidias_defaults():
+def test_absent_fields_have_nvidias_defaults():
     policy = policy_from_hf({"dms_window_size": 512, "dms_cr": 8}, has_adapter=False)
     assert policy == DMS(
         window=512,

@@ -59,7 +59,7 @@ def test_mxfp4_blocks_without_scales_are_refused(tmp_path):
     content = tensors(directory)
     del content["model.layers.0.mlp.experts.down_proj_scales"]
     rewrite(directory, content)
-    with pytest.raises(CheckpointError, match=r"down_proj_scales missing are no matrices"):
+    with pytest.raises(CheckpointError, match=r"down_proj_scales missing are not matrices"):
         load(directory)
 
 

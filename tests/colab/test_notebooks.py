@@ -163,9 +163,7 @@ def test_first_cell_installs_extras_of_runtime(
         ((WHEEL,), [f"pip cannot install {{}}/{WHEEL}[plots]:\nno network"]),
     ],
 )
-def test_where_pip_fails_the_first_cell_says_what_to_do_instead(
-    uploaded, says, tmp_path, monkeypatch
-):
+def test_first_cell_explains_failed_install(uploaded, says, tmp_path, monkeypatch):
     for name in uploaded:
         (tmp_path / name).touch()
     with pytest.raises(Exception, match="pip cannot install") as stopped:

@@ -42,7 +42,7 @@ def test_adapter_is_loaded_with_the_model(command, adapter):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_shipped_adapter_as_the_model_is_its_base_with_it(command, capsys):
+def test_shipped_adapter_as_model_loads_its_base(command, capsys):
     typed = [*COMMANDS[command], "--model", "reasoner-11m-dms"]
     with pytest.raises(Loaded) as loaded:
         main(typed)
@@ -52,7 +52,7 @@ def test_shipped_adapter_as_the_model_is_its_base_with_it(command, capsys):
     assert "--model reasoner-11m-dms is reasoner-11m with its adapter" in capsys.readouterr().err
 
 
-def test_command_that_trains_an_adapter_takes_the_base_alone(capsys):
+def test_retrofit_refuses_an_adapter_as_model(capsys):
     command = ["retrofit", "self-taught", "--out", "run", "--prompts", "p.jsonl", "--held-out", "1"]
     pathlib.Path("p.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(2)))
     assert main([*command, "--model", "reasoner-11m-dms"]) == 2

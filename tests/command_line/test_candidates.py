@@ -21,7 +21,7 @@ def candidates(*texts, model="stories260k", adapter=None):
     return read_candidates(texts, model=model, adapter=adapter)
 
 
-def test_shipped_adapter_as_a_model_takes_no_other_adapter():
+def test_shipped_adapter_as_model_refuses_another_adapter():
     rows = candidates("Vanilla", "DMS,model=reasoner-11m-dms", model="reasoner-11m", adapter="mine")
     assert [row.adapter for row in rows] == ["mine", None]
 
@@ -80,7 +80,7 @@ def test_policies_predict_the_same_text(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("scored")
-def test_one_window_has_an_unknown_error(tmp_path, capsys):
+def test_error_of_a_single_window_is_null_in_json(tmp_path, capsys):
     def refuse(word):
         raise ValueError(f"{word} is not JSON")
 
@@ -152,7 +152,7 @@ def test_failed_policy_is_named_and_others_run(tmp_path, capsys, monkeypatch):
     assert rows[-1] == {"name": "H2O", "failed": str(error)}
 
 
-def test_failed_policy_is_told_the_option(capsys, monkeypatch):
+def test_failed_policy_names_its_option(capsys, monkeypatch):
     error = dms_jax.ConfigError("This model was never trained for it: give an `adapter`.")
     config, _ = failing(monkeypatch, {"H2O": error})
     evaluate.main(config)

@@ -51,7 +51,9 @@ def test_the_list_of_commands(capsys):
     assert capsys.readouterr().out == f"{dms_jax.__version__}\n"
     assert main(["generat"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("ConfigError: 'generat' is no command (did you mean generate?); there")
+    assert said.startswith(
+        "ConfigError: 'generat' is not a command (did you mean generate?); there"
+    )
 
 
 def test_python_m_runs_the_command():
@@ -180,8 +182,8 @@ def test_retrofit_presets_are_listed(monkeypatch, capsys):
     known = f"there are {', '.join(presets)} (dms-jax retrofit --help)."
     assert main(["retrofit"]) == main(["retrofit", "stories", "--out", "x"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"ConfigError: dms-jax retrofit takes a starting point or options; {known}",
-        f"ConfigError: 'stories' is no starting point of dms-jax retrofit; {known}",
+        f"ConfigError: dms-jax retrofit needs a preset or options; {known}",
+        f"ConfigError: 'stories' is not a preset of dms-jax retrofit; {known}",
     ]
     with pytest.raises(SystemExit):
         main(["retrofit", "self-taught", "--help"])
@@ -192,7 +194,7 @@ def test_retrofit_presets_are_listed(monkeypatch, capsys):
         (said[0], "--model and --prompts", "self-taught-stories260k"),
         (said[1], "--model and --data", "stories260k"),
     ):
-        assert line.startswith(f"ConfigError: give {named}, or a starting point ")
+        assert line.startswith(f"ConfigError: give {named}, or a preset ")
         assert line.endswith(f": dms-jax retrofit {point}.")
         assert point in presets
 
@@ -213,12 +215,12 @@ def test_options_without_preset_are_of_custom(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "--prompts" in said
     last = said.splitlines()[-1]
-    assert last.startswith("Without a starting point it is custom; there are custom, stories260k")
+    assert last.startswith("The default preset is custom; there are custom, stories260k")
     assert "self-taught" in last
     with pytest.raises(SystemExit):  # with a preset the help shows only its options
         main(["retrofit", "custom", "--mode", "m"])
     said = capsys.readouterr().err
-    assert "Without a starting point" not in said
+    assert "default preset" not in said
     assert "dms-jax retrofit custom --help" in said
 
 
@@ -305,7 +307,7 @@ SLIPS = {
     "generate Hi --max-new-tokens 0": "ConfigError: --max-new-tokens must be a whole number",
     "generate Hi --seed -1": "at least 0 and at most 4,294,967,295, got -1.",
     "generate Hi --policy TOVA --options budget=abc": "got 'abc'; Vanilla keeps everything.",
-    "generate Hi --data-shards 99": "--data-shards 99 takes 99 devices; there are 8.",
+    "generate Hi --data-shards 99": "--data-shards 99 needs 99 devices; there are 8.",
     "generate Hi --file absent.txt": "absent.txt cannot be read",
     "generate Hi --options budget=8": "name it with --policy",
     "generate Hi --memory-gb 0": "--memory-gb must be a finite number above 0, got 0.0.",
@@ -360,7 +362,7 @@ def test_options_are_checked_before_loading_the_model(typed, capsys, tmp_path, m
         ("hyperscale --split all", "no 'all'; there are "),
     ],
 )
-def test_a_wrong_choice_is_told_the_right_ones(typed, told, monkeypatch, capsys):
+def test_wrong_choice_lists_the_valid_ones(typed, told, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as end:
         main(typed.split())
@@ -373,7 +375,7 @@ def test_report_replaces_only_regular_files(tmp_path):
     """Otherwise root's --out /dev/null would replace the device by a file."""
     pipe = tmp_path / "null"
     os.mkfifo(pipe)
-    with pytest.raises(dms_jax.ConfigError, match="null: this is no file; name one"):
+    with pytest.raises(dms_jax.ConfigError, match="null: this is not a regular file; name one"):
         reports.make_place("--out", pipe)
     with pytest.raises(dms_jax.ConfigError, match="a folder has this name"):
         reports.make_place("--out", tmp_path)
@@ -383,12 +385,12 @@ def test_report_replaces_only_regular_files(tmp_path):
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self").exists(), reason="no /proc")
 @pytest.mark.parametrize("typed", ["evaluate --out /proc/x.json", "hyperscale --out /proc"])
-def test_a_folder_that_takes_no_file_is_refused_before_the_work(typed, capsys):
+def test_unwritable_folder_is_refused_first(typed, capsys):
     assert main([*typed.split(), "--task", "none"]) == 2  # which would be the next error
     assert re.match(r"ConfigError: --out /proc: .+\.\n", capsys.readouterr().err)
 
 
-def test_a_report_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
+def test_unwritable_report_is_a_one_line_error(tmp_path):
     (tmp_path / "figures.json").mkdir()
     with pytest.raises(dms_jax.ConfigError, match=r"figures\.json cannot be written: Is a dir"):
         reports.write_json(tmp_path / "figures.json", {})

@@ -54,7 +54,7 @@ def test_file_gets_unwrapped_text(monkeypatch, capsys):
 
 def test_more_shards_than_devices_are_refused(capsys):
     assert call(["Once", "--data-shards", "5", "--model-shards", "2"]) == 2
-    assert "--data-shards 5 x --model-shards 2 takes 10 devices; there are 8." in " ".join(
+    assert "--data-shards 5 x --model-shards 2 needs 10 devices; there are 8." in " ".join(
         capsys.readouterr().err.split()
     )
 
@@ -72,7 +72,7 @@ def test_prompt_is_shown_unchanged(terminal, continues):
     assert out.getvalue() == f"{prompt}{between} and so\n"
 
 
-def test_an_answer_goes_on_in_the_last_line_of_its_prompt():
+def test_answer_continues_last_line_of_prompt():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, width=12)
     screen = generate.Screen(console, ["Once upon"], [PLAIN], continues=True)

@@ -37,13 +37,13 @@ def test_error_keeps_its_class_and_attributes():
     assert (caught.value.indices, caught.value.finished) == (error.indices, error.finished)
 
 
-def test_settings_of_another_version_differ_by_a_field_without_value(tmp_path):
+def test_absent_setting_differs_from_null(tmp_path):
     Journal(tmp_path, {"tasks": [{"name": "gsm8k"}]}).close()
     with pytest.raises(dms_jax.DataError, match="answers of other settings: `tasks`"):
         Journal(tmp_path, {"tasks": [{"name": "gsm8k", "split": None}]})
 
 
-def test_a_resumed_evaluation_is_told_the_option_that_differs(tmp_path):
+def test_resume_error_names_the_option_that_differs(tmp_path):
     first = dict(sampling={"max_new_tokens": 2}, policy={"temperature": 1}, chat=None)
     Journal(tmp_path, first).close()
     other = dict(sampling={"max_new_tokens": 3}, policy={"temperature": 2}, chat={"system": None})
@@ -51,8 +51,8 @@ def test_a_resumed_evaluation_is_told_the_option_that_differs(tmp_path):
         Journal(tmp_path, other)
     assert str(caught.value) == (
         f"{tmp_path / 'answers.jsonl'} holds answers of other settings: --chat, policy (--options "
-        "temperature=1, not 2), sampling (--max-new-tokens 2, not 3). Give the same to go on after "
-        "them, or name another folder."
+        "temperature=1, not 2), sampling (--max-new-tokens 2, not 3). Give the same to resume "
+        "after them, or name another folder."
     )
 
 
@@ -92,7 +92,7 @@ def refusal(make):
         (lambda: check("--lanes", 0, Count | None), evaluate.Config, "--lanes must be a whole n"),
     ],
 )
-def test_what_begins_with_an_argument_begins_with_its_option(make, settings, told):
+def test_error_starts_with_the_option(make, settings, told):
     assert spelled(refusal(make), options_of(settings)).startswith(told)
 
 

@@ -78,7 +78,7 @@ def test_bad_data_is_named_with_its_origin(tmp_path):
         draw(["a text"])
     with pytest.raises(DataError, match=r"document 0: .* and type float64"):
         draw([np.array([0.5, 1.0])])
-    with pytest.raises(DataError, match="hold no token"):
+    with pytest.raises(DataError, match="contain no tokens"):
         draw([[], []], 1, repeat=True)
 
 

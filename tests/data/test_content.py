@@ -38,7 +38,7 @@ def test_messages_may_be_a_json_text(tmp_path):
         ({"prompt": None, "response": "x"}, "'prompt' must be a text or a list of messages"),
     ],
 )
-def test_content_that_is_not_text_is_refused_with_its_line(tmp_path, record, message):
+def test_non_text_content_is_refused_with_its_line(tmp_path, record, message):
     with pytest.raises(DataError, match=rf"data.jsonl, line 2: .*{message}"):
         read(tmp_path, {"messages": assistant(content="Yes.")}, record)[1]
 

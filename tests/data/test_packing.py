@@ -49,7 +49,7 @@ def test_first_fit():
 def test_empty_documents_do_not_hang(packing):
     options = dict(packing=packing, seed=3)
     for empty in ([[], []], np.zeros((3, 0), np.int32)):
-        with pytest.raises(DataError, match="hold no token"):
+        with pytest.raises(DataError, match="contain no tokens"):
             draw(empty, 1, repeat=True, **options)
         assert draw(empty, 1, repeat=False, **options) == []
     # The only non-empty document is found at any place in two epochs.
@@ -63,7 +63,7 @@ def test_empty_documents_do_not_hang(packing):
         batches((document for document in DOCUMENTS), batch_size=1, length=4)
 
 
-def test_state_in_a_document_that_became_shorter_is_refused():
+def test_state_beyond_a_shortened_document_is_refused():
     """Otherwise the packer would collect empty parts until memory is full."""
     options = dict(batch_size=1, length=4, seed=None)
     iterator = batches([[1, 2, 3, 4, 5, 6, 7, 8, 9], [10]], **options)

@@ -138,7 +138,7 @@ def test_byte_order_mark_is_skipped(tmp_path):
     assert as_source(lines).where(1).endswith("a.jsonl, line 2")
     assert list(as_source(text)) == ["one", "two"]
     text.write_bytes(b"\xef\xbb\xbf")
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="contains no documents"):
         as_source(text)
 
 
@@ -152,10 +152,10 @@ def test_gzip_files_are_read(tmp_path):
     text.write_bytes(gzip.compress(b"one<|endoftext|>two"))
     assert everything(as_source(text)) == ["one", "two"]
     text.write_bytes(gzip.compress(b"one<|endoftext|>two")[:-9])
-    with pytest.raises(DataError, match="no whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         as_source(text)
     text.write_bytes(b"plain")
-    with pytest.raises(DataError, match="no whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         as_source(text)
 
 

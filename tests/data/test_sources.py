@@ -108,7 +108,7 @@ def test_malformed_line_is_named(tmp_path, line, message):
 def test_empty_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="is empty"):
         TextFiles(write(tmp_path / "empty.txt", ""))
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="contains no documents"):
         TextFiles(write(tmp_path / "blank.txt", " \n<|endoftext|>\n"))
     with pytest.raises(DataError, match=r"missing\.txt cannot be read"):
         TextFiles(tmp_path / "missing.txt")
@@ -116,7 +116,7 @@ def test_empty_files_are_refused(tmp_path):
         JsonLines([])
 
 
-def test_as_source(tmp_path):
+def test_as_source_accepts_paths_texts_ids_and_sources(tmp_path):
     text = write(tmp_path / "a.txt", "one")
     lines = write(tmp_path / "b.jsonl", '{"text": "two"}')
     assert as_source(str(text))[0] == "one"
@@ -130,7 +130,7 @@ def test_as_source(tmp_path):
         as_source([text, lines])
     with pytest.raises(DataError, match=r"name of a file.*as pathlib\.Path"):
         as_source([str(text), str(lines)])
-    with pytest.raises(DataError, match="no document"):
+    with pytest.raises(DataError, match="no documents"):
         as_source([])
     with pytest.raises(DataError, match="Cannot train on a dict"):
         as_source({"text": "x"})

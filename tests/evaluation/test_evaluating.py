@@ -335,7 +335,7 @@ def test_files_alternate_until_exhausted(gpqa, tmp_path):
     assert result.settings["task"][0]["path"] == str(bare.path)
     json.dumps(result.to_dict())
     with pytest.raises(
-        DataError, match="4 problems were asked for from number 0 on, and there are 3"
+        DataError, match="4 problems were requested from number 0 on, and there are 3"
     ):
         evaluate(stories(), [bare, few], problems=4, **run)
     with pytest.raises(DataError, match="from number 2 on, and there are 0"):

@@ -193,7 +193,7 @@ def test_systems_of_one_name_share_a_frontier():
         *("5-1-2@0", "5-1-2@0.7", "5-1-4@0", "5-1-4@0.7")
     ]
     assert result.points[3].peak.max() == 6
-    with pytest.raises(ConfigError, match=r"'TOVA' is there twice with compression_ratio=None"):
+    with pytest.raises(ConfigError, match=r"'TOVA' appears twice with compression_ratio=None"):
         run([System("TOVA", TOVA), System("TOVA", dms_jax.TOVA(budget=6))])
 
 

@@ -238,7 +238,7 @@ def test_documents_are_scored_separately(tmp_path):
 def test_invalid_texts_are_refused(tmp_path):
     for path, options, message in (
         (tmp_path / "none.txt", {}, r"none\.txt cannot be read"),
-        (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt holds no document"),
+        (text(tmp_path / "blank.txt", " \n"), {}, r"blank\.txt contains no documents"),
         (text(tmp_path / "a.txt", "words"), {"window": 512}, "beyond the model's 512 positions"),
     ):
         with pytest.raises(DataError, match=message):

@@ -132,7 +132,7 @@ def test_other_settings_are_refused(tmp_path):
         evaluate(changed, Continue(), problems=1, sampling=short, serving=SERVING, out=tmp_path)
     path = tmp_path / "answers.jsonl"
     path.write_text(path.read_text() + "no\n")
-    with pytest.raises(DataError, match=r"answers\.jsonl, line 4: this is no answer"):
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 4: not an answer"):
         run(tmp_path, problems=1, chains=1, sampling=short)
 
 
@@ -157,7 +157,7 @@ def test_unwritable_files_are_named(tmp_path, monkeypatch, whole):
             run(out=tmp_path / "full")
     assert full.value.finished[0].text == texts[0]
     (tmp_path / "answers.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(DataError, match=r"answers\.jsonl, line 1: this is no answer"):
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 1: not an answer"):
         run(out=tmp_path)
 
 

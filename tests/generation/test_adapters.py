@@ -155,7 +155,7 @@ def test_mismatched_update_changes_nothing(pytestconfig):
         (stories(), None, r"Parameters are those of a transformer \(model.transformer\)"),
         (small, None, r"embedding is float32\[31, 16\], and float32\[512, 64\] in this model"),
         (other, None, r"embedding is bfloat16\[512, 64\], and float32\[512, 64\]"),
-        (adapted("a").transformer, None, "lora_a is no parameter of this model"),
+        (adapted("a").transformer, None, "lora_a is not a parameter of this model"),
         (None, {"c": adapted("a")}, "There is no adapter 'c'"),
         (
             None,

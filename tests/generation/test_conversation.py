@@ -212,7 +212,7 @@ def test_invalid_template_variables_are_refused(chatting):
     with pytest.raises(ConfigError, match="with_template: messages cannot be given"):
         chatting.with_template(messages=[])
     chatting.tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"no chat template, so that.*enable_thinking"):
+    with pytest.raises(ConfigError, match=r"no chat template, so.*enable_thinking"):
         chatting.with_template(enable_thinking=False)
 
 

@@ -247,7 +247,7 @@ def test_concurrent_turns_take_over_the_pages_of_their_sessions():
             ]
 
 
-def test_turn_that_a_stop_string_ends_keeps_its_prompt():
+def test_turn_ended_by_stop_string_keeps_prompt():
     """The turn took over the pages of its session's state, and its answer becomes no state."""
     engine = engine_of("evicts", 4, prefix_cache=0)
     given = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, 5)]
@@ -267,7 +267,7 @@ def test_turn_that_a_stop_string_ends_keeps_its_prompt():
         assert again.usage.cached_tokens >= 55
 
 
-def test_questions_after_an_answer_share_their_document_although_room_is_short():
+def test_questions_share_document_when_pool_is_short():
     engine, (prompt,) = engine_of("evicts", 2, prefix_cache=0), prompts((30,))
     with squeezed_with_prefixes(engine, 13 * 20):
         (first,) = ask(engine, "evicts", [prompt])

@@ -178,7 +178,7 @@ def each_tpu_interpreter(kernel):
 
 
 def main(operation, implementation, *names):
-    """Run the cases and print each right one."""
+    """Runs the cases and prints each right one."""
     operations = (decode, fetch, prefill, received, select, training, update)
     check = {each.__name__: each for each in operations}[operation]
     for name in names:

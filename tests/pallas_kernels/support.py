@@ -20,7 +20,7 @@ TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 2e-5, "float64": 1e-1
 
 
 def decode_inputs(case, seed=0):
-    """Draw a decode case: keyword arguments of `decode_attention`, as NumPy arrays.
+    """Draws a decode case: keyword arguments of `decode_attention`, as NumPy arrays.
 
     Rows own pages of the pool in random order. In a poisoned case unread slots and unowned pages
     hold NaN, and dead table entries point outside the pool.
@@ -182,7 +182,7 @@ def structs(case):
 
 
 def with_all_results(implementation=None):
-    """Return `decode_attention` as a function of its arrays, with all results."""
+    """Returns `decode_attention` as a function of its arrays, with all results."""
     from pallas_kernels import decode_attention
 
     return functools.partial(
@@ -229,7 +229,7 @@ def lower_for_cuda(function, **shapes):
 
 
 def launched_with(card, function, **shapes) -> list[int]:
-    """Return the bytes of shared memory of each kernel launch of a function on a card.
+    """Returns the bytes of shared memory of each kernel launch of a function on a card.
 
     Mosaic allocates them when it lowers the kernel, independently of plans, and before it infers
     register layouts, which take nine tenths of the time and are skipped.
@@ -259,7 +259,7 @@ def launched_with(card, function, **shapes) -> list[int]:
 
 
 def run_apart(script, *arguments, **environment):
-    """Run a script in a separate process, which must succeed; return its output lines."""
+    """Runs a script in a separate process, which must succeed; returns its output lines."""
     finished = subprocess.run(
         [sys.executable, str(script), *arguments],
         env=os.environ | {"PYTHONPATH": str(CHECKOUT), **environment},
@@ -273,7 +273,7 @@ def run_apart(script, *arguments, **environment):
 
 
 def tpu_interpreters():
-    """Return two modes of the TPU interpreter, which find different mistakes.
+    """Returns two modes of the TPU interpreter, which find different mistakes.
 
     If copies run when they are awaited, reads without a wait see missing data; if they run when
     they start, early overwrites corrupt data.
@@ -297,7 +297,7 @@ def answer_with_numpy(*operands, result_avals, callback, sharding, ordered):
 
 
 def interpret_quickly():
-    """Give the interpreters of this script process NumPy operands."""
+    """Gives the interpreters of this script process NumPy operands."""
     from jax._src import callback
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
@@ -309,7 +309,7 @@ def interpret_quickly():
 
 
 def interpret(operation, implementation, names):
-    """Run `interpreted.py`; every case must be right, without races.
+    """Runs `interpreted.py`; every case must be right, without races.
 
     The interpreters record races only of the last kernel, but print every race.
     """
@@ -323,7 +323,7 @@ def interpret(operation, implementation, names):
 
 
 def compile_for_tpu(script, kind, *arguments):
-    """Run a script that compiles for a TPU ahead of time."""
+    """Runs a script that compiles for a TPU ahead of time."""
     return run_apart(
         script,
         *arguments,

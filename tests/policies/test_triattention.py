@@ -110,7 +110,7 @@ def test_wrong_files_are_refused(centres, tmp_path):
     save_file({"mean": arrays["mean"]}, tmp_path / "half.safetensors")
     for name, said in (
         ("nowhere", r"no file .*nowhere.*calibrate_queries"),
-        ("no", "is no safetensors file"),
+        ("no", "is not a safetensors file"),
         ("half", r"not mean \[L, H, D\] and norm"),
     ):
         policy = dms_jax.TriAttention(statistics=str(tmp_path / f"{name}.safetensors"))

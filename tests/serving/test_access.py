@@ -107,7 +107,7 @@ def test_keys_are_read_from_file_and_environment(tmp_path):
         (None, {}, "has no place on a command line"),
         (b"", {}, "The file of --api-key is empty"),
         (b" \n\n", {}, "The file of --api-key is empty"),
-        (b"\xff", {}, "it is no text"),
+        (b"\xff", {}, "it is not text"),
         (b"a b", {}, "a key with spaces"),
         ("ключ".encode(), {}, "beyond ASCII"),
         (b"a", {"DMS_JAX_API_KEY": ""}, "The variable DMS_JAX_API_KEY is empty"),
@@ -125,7 +125,7 @@ def test_invalid_key_file_is_refused(tmp_path, content, environment, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--api-key", "sk-1"], "--api-key wants a file"),
+        (["--api-key", "sk-1"], "--api-key needs a file"),
         (["--allowed-hosts", "http://a.example"], "--allowed-hosts: a host is a name"),
         (["--allowed-hosts", "a.*"], "--allowed-hosts: a host is a name"),
         (["--allowed-origins", "a.example"], "--allowed-origins: an origin is like"),

@@ -150,7 +150,7 @@ def test_unknown_fields_warn_once(client, caplog):
             client.ask(chat=True, messages=[USER], colour=1, shade={"a": 1}, user="me", store=True)
     said = [record.getMessage() for record in caplog.records]
     assert sorted(said) == [
-        f"Requests have {name}, which this server leaves out." for name in ("colour", "shade")
+        f"Ignored the unknown request field {name}." for name in ("colour", "shade")
     ]
 
 
@@ -549,8 +549,8 @@ REFUSED_CHAT = [
     (dict(tools=[tool(name=None)]), "tools", "name"),
     (dict(tools=[tool(parameters=1)]), "tools", "JSON schema"),
     (dict(tools=[TOOL], tool_choice="some"), "tool_choice", "got 'some'"),
-    (dict(tool_choice="required"), "tools", "there are no tools"),
-    (dict(tools=[TOOL], tool_choice=NAMED), "tool_choice", "'g', which is none of the tools"),
+    (dict(tool_choice="required"), "tools", "needs tools"),
+    (dict(tools=[TOOL], tool_choice=NAMED), "tool_choice", "'g', which is not one of the tools"),
     (dict(tools=[TOOL], parallel_tool_calls=1), "parallel_tool_calls", "True"),
     (dict(response_format=json_format(BAD)), "response_format", "objekt"),
     (dict(response_format=json_format(3)), "response_format", "is an object"),

@@ -199,7 +199,7 @@ def test_http_ends_if_engine_dies_before_loading():
         assert server._process.wait(60) == 0
 
 
-def test_http_ends_beside_a_client_that_sent_half_a_request():
+def test_http_ends_despite_half_a_request():
     with started() as (server, port), socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         other = http.client.HTTPConnection("127.0.0.1", port, timeout=60)

@@ -16,7 +16,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 # chat or not, fields, the field named in the error, words of the message
 REFUSED = [
-    (False, dict(prompt="a", repetition_penalty=1.1), "repetition_penalty", "not served"),
+    (False, dict(prompt="a", repetition_penalty=1.1), "repetition_penalty", "not supported"),
     (False, dict(prompt="a", tools=[TOOL]), "tools", "/v1/chat/completions takes tools"),
     (False, dict(prompt="a", max_token=1), "max_token", "did you mean max_tokens"),
     (False, dict(prompt="a", temperature=-1), "temperature", "at least 0"),
@@ -27,7 +27,7 @@ REFUSED = [
     (False, dict(prompt="a", stop=[""]), "stop", "none of them empty"),
     (False, dict(prompt="a", stop=["a"] * 17), "stop", "up to 16"),
     (False, dict(prompt="a", logprobs=5), "logprobs", "0 or 1"),
-    (True, dict(messages=SAY, echo=True), "echo", "not served"),
+    (True, dict(messages=SAY, echo=True), "echo", "not supported"),
     (False, dict(prompt="a", echo=True, stream=True), "echo", "with a stream"),
     (False, dict(prompt=["a", "b"], echo=True), "echo", "several prompts"),
     (False, dict(prompt="a", echo=True, n=2), "echo", "several answers"),
@@ -36,7 +36,7 @@ REFUSED = [
     (False, dict(prompt=[5] * 160, echo=True, max_tokens=1), "prompt", "at most 159"),
     (False, dict(prompt="a", max_tokens=0), "max_tokens", "at least 1"),
     (False, dict(prompt=[5], max_tokens=0, echo=True), "max_tokens", "more tokens than one"),
-    (False, dict(prompt="a", presence_penalty=0.5), "presence_penalty", "not served"),
+    (False, dict(prompt="a", presence_penalty=0.5), "presence_penalty", "not supported"),
     (False, dict(prompt="a", stream_options={"include_usage": True}), "stream_options", "stream="),
     (False, dict(), "prompt", "missing"),
     (False, dict(prompt=""), None, "empty string"),
@@ -162,7 +162,7 @@ def test_too_many_answers_are_refused_before_tokenizing(client, monkeypatch, fie
     error = client.ask(status=400, **fields)["error"]
     assert error["param"] == param
     assert error["message"] == (
-        f"{said} are asked for at once, and at most 12 can run or wait here. Ask for fewer."
+        f"{said} are requested at once, and at most 12 can run or wait here. Ask for fewer."
     )
 
 

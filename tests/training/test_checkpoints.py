@@ -248,7 +248,7 @@ def test_a_diverged_run_restarts_with_other_rates(model, tmp_path):
     with pytest.raises(TrainingDivergedError, match="`restart_from=2` goes on from there"):
         run(model, recipe=STEEP, out=tmp_path, checkpoint_every=2)
     lower = dataclasses.replace(STEEP, stages=(STEEP.stages[0], Stage("ramp", 4, 1e-3, 4.0)))
-    with pytest.raises(ConfigError, match=r"another recipe.*`restart_from=2` to go on with"):
+    with pytest.raises(ConfigError, match=r"another recipe.*`restart_from=2` to resume with"):
         run(model, recipe=lower, out=tmp_path)
     with pytest.raises(ConfigError, match="another `seed` 0, not 1"):
         run(model, recipe=lower, out=tmp_path, restart_from=2, seed=1)

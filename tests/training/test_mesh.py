@@ -87,6 +87,6 @@ def test_the_command_line_makes_a_mesh_with_rows_split():
     assert mesh is not None
     assert dict(mesh.shape) == {"data": 2, "sequence": 2, "experts": 2, "model": 1}
     with pytest.raises(
-        ConfigError, match="--data-shards 2 x --sequence-shards 8 takes 16 devices; there are 8"
+        ConfigError, match="--data-shards 2 x --sequence-shards 8 needs 16 devices; there are 8"
     ):
         Config(**options, data_shards=2, sequence_shards=8).make_mesh()

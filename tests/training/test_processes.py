@@ -68,7 +68,7 @@ def test_two_processes_are_one_run(tmp_path, whole):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("trainable", ["adapter", "all"])
-def test_constants_that_are_whole_on_both(trainable, tmp_path):
+def test_two_processes_with_whole_constants_train_like_one(trainable, tmp_path):
     """With the memory of an H200, which holds frozen parameters and the teacher's whole."""
     told = TOLD | dict(steps=3, device="h200", snapshots=[])
     told["recipe"] = dict(trainable=trainable, remat="all_but_attention")

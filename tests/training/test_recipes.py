@@ -137,7 +137,7 @@ def test_a_settled_recipe_holds_its_ratio_while_rates_fall():
     assert end.learning_rate < 3e-7
     short = recipes.dms_self_taught(4, tokens=32768)
     assert short.settled(0.9) == short.settled(0) == short  # the ramp keeps a step
-    with pytest.raises(ConfigError, match="the last stage is no ramp but train"):
+    with pytest.raises(ConfigError, match="the last stage is train, not a ramp"):
         recipe.settled(0.3)
     with pytest.raises(ConfigError, match="share"):
         short.settled(1.0)

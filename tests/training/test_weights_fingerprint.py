@@ -34,7 +34,7 @@ def test_the_fingerprint_covers_every_weight_on_any_mesh():
     assert digest(trained) == digest(arrays)
 
 
-def test_no_fingerprint_where_checkpoints_hold_all_weights():
+def test_no_fingerprint_if_checkpoints_hold_all_weights():
     plain = recipe(loss="language_modeling", trainable="all")
     assert api._frozen_weights(language_model(), Vanilla(), plain) is None
     frozen = dataclasses.replace(plain, trainable="low_rank")

@@ -43,7 +43,7 @@ _GATING = {"qwen3_moe": 1, "gpt_oss": 3}
 # Values of general.type in files that are not models.
 _KINDS = {
     "adapter": "a LoRA adapter; give the GGUF of the whole model",
-    "mmproj": "the vision or audio part of a model, which is not served",
+    "mmproj": "the vision or audio part of a model, which is not supported",
     "imatrix": "an importance matrix, not a model",
     "vocab": "a vocabulary without a model",
 }
@@ -95,7 +95,7 @@ _FACTORS = {
 
 
 def read_model(files: GgufFiles) -> tuple[ModelConfig, Tensors]:
-    """Read the config of a model and find its tensors.
+    """Reads the config of a model and finds its tensors.
 
     Raises:
         CheckpointError: the file is damaged, or does not contain a supported model.
@@ -160,7 +160,7 @@ def _config(
         elif 0 < window < positions:
             raise ConfigError(
                 f"{files.name}: a sliding window of {window} tokens "
-                f"({metadata.key('attention.sliding_window')}) is not served"
+                f"({metadata.key('attention.sliding_window')}) is not supported"
             )
     experts = _experts(metadata, family) if family in _GATING else None
     return ModelConfig(
@@ -222,16 +222,16 @@ def _experts(metadata: "_Metadata", family: str) -> Experts:
 
 
 def _architecture(files: GgufFiles) -> str:
-    """Read the architecture of a file; raises CheckpointError if it is unsupported."""
+    """Reads the architecture of a file; raises CheckpointError if it is unsupported."""
     kind = files.metadata.get("general.type", "model")
     if kind != "model":
-        what = _KINDS.get(kind, "not served") if isinstance(kind, str) else "not served"
+        what = _KINDS.get(kind, "not supported") if isinstance(kind, str) else "not supported"
         raise CheckpointError(f"{files.name} holds general.type {plain(repr(kind))}: {what}")
     architecture = files.metadata.get("general.architecture")
     if architecture not in tuple(ARCHITECTURES):
         raise CheckpointError(
             f"{files.name} holds the architecture {plain(repr(architecture))}, which is not "
-            f"served; served: {', '.join(ARCHITECTURES)}"
+            f"supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return architecture
 
@@ -255,7 +255,7 @@ class _Metadata:
         return name in self._values
 
     def get(self, name: str, kind: Any, default: Any = None, *, per_layer: bool = False) -> Any:
-        """Read and check an entry; with `per_layer` also an array of equal numbers."""
+        """Reads and checks an entry; with `per_layer` also an array of equal numbers."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -274,14 +274,14 @@ class _Metadata:
         found = self.get(name, kind, wanted)
         if found != wanted:
             raise ConfigError(
-                f"{self.name}: {self.key(name)} is {found}, and only {what} ({wanted}) is served"
+                f"{self.name}: {self.key(name)} is {found}, and only {what} ({wanted}) is supported"
             )
 
     def refuse_unknown(self, *, experts: bool) -> None:
         found = [n for n, value in self._values.items() if n.startswith("expert_") and value]
         if found and not experts:
             raise ConfigError(
-                f"{self.name} is a mixture of experts ({self.key(found[0])}), which is not served"
+                f"{self.name} is a mixture of experts ({self.key(found[0])}): not supported"
             )
         known = _KNOWN | (_KNOWN_OF_EXPERTS if experts else set())
         unknown = [
@@ -312,7 +312,7 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
         if kind != "none":
             raise ConfigError(
                 f"{metadata.name} scales rotary frequencies by {metadata.key('rope.scaling.type')} "
-                f"{plain(kind)} and by {ROPE_FACTORS}, which is not served"
+                f"{plain(kind)} and by {ROPE_FACTORS}, which is not supported"
             )
         if factors.shape != (head_dim // 2,):
             raise CheckpointError(
@@ -327,8 +327,8 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
     if kind != "yarn":
         raise ConfigError(
             f"{metadata.name}: rotary scaling {plain(repr(kind))} "
-            f"({metadata.key('rope.scaling.type')}) is not served; served: none, linear, yarn and "
-            f"the factors of Llama 3"
+            f"({metadata.key('rope.scaling.type')}) is not supported; supported: none, linear, "
+            "yarn, the factors of Llama 3"
         )
     metadata.must_be("rope.scaling.yarn_ext_factor", 1.0, Number, "the whole of the ramp")
     return Rope(
@@ -342,7 +342,7 @@ def _rope(metadata: _Metadata, weights: GgufWeights, positions: int, head_dim: i
 
 
 def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope:
-    """Recover the parameters of Llama 3's scaling from its factors.
+    """Recovers the parameters of Llama 3's scaling from its factors.
 
     The bounds are Llama's, 1 and 4. If the metadata lack the original length, it follows from any
     factor between 1 and F.
@@ -368,5 +368,5 @@ def _llama3(name: str, factors: np.ndarray, theta: float, original: int) -> Rope
             )
     raise ConfigError(
         f"{name}: the factors of rotary frequencies in {ROPE_FACTORS} are not of the kind that "
-        "Llama 3 has, and others are not served"
+        "Llama 3 has, and others are not supported"
     )

@@ -87,7 +87,7 @@ class StackedExperts(Tensors):
         return self._stacks[name][0][0] if name in self._stacks else name
 
     def _stack(self, name: str, stack: list[tuple[str, ...]]) -> None:
-        """Add a stack, if all its tensors exist and have the same shape."""
+        """Adds a stack, if all its tensors exist and have the same shape."""
         tensors = [tensor for expert in stack for tensor in expert]
         shapes = {self._parts.shapes.get(tensor) for tensor in tensors}
         shape = self._parts.shapes.get(tensors[0])

@@ -94,7 +94,7 @@ class GgufFiles:
 
 
 def _parts(path: pathlib.Path, count: Any) -> list[pathlib.Path]:
-    """Find the files of a split model, in order.
+    """Finds the files of a split model, in order.
 
     Raises:
         CheckpointError: the file is not named as a part, or parts are missing.
@@ -146,7 +146,7 @@ class GgufFile:
             self.tensors[name] = TensorInfo(shape, kind, start + offset, self)
 
     def read(self, name: str, offset: int, size: int) -> np.ndarray:
-        """Read bytes of a tensor.
+        """Reads bytes of a tensor.
 
         Raises:
             CheckpointError: the file is too short.
@@ -187,7 +187,7 @@ class _Header:
         )
 
     def begin(self) -> tuple[int, int]:
-        """Check magic and version; returns the numbers of tensors and of metadata entries."""
+        """Checks magic and version; returns the numbers of tensors and of metadata entries."""
         if self._take(len(MAGIC)) != MAGIC:
             raise self.damaged("it does not begin with GGUF")
         version = self.number("<I")
@@ -195,11 +195,11 @@ class _Header:
             if version and version & 0xFFFF == 0:
                 raise CheckpointError(
                     f"{self._path.name} is a GGUF file for big-endian machines, which is not "
-                    "served; convert it to little-endian"
+                    "supported; convert it to little-endian"
                 )
             raise CheckpointError(
-                f"{self._path.name} has version {version} of GGUF, which is not served (served: "
-                f"{', '.join(map(str, _VERSIONS))}); convert the model again"
+                f"{self._path.name} has version {version} of GGUF; supported: "
+                f"{', '.join(map(str, _VERSIONS))}. Convert the model again"
             )
         return self.number("<Q"), self.number("<Q")
 
@@ -253,7 +253,7 @@ class _Header:
 
 
 def _map(path: pathlib.Path) -> mmap.mmap:
-    """Map a file into memory."""
+    """Maps a file into memory."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -135,7 +135,7 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", 
 def read_tokenizer(
     files: GgufFiles, vocab_size: int
 ) -> tuple[Tokenizer | None, GenerationDefaults]:
-    """Read the tokenizer of a model (None if there is none) and its special tokens.
+    """Reads the tokenizer of a model (None if there is none) and its special tokens.
 
     Args:
         files: its metadata.
@@ -159,7 +159,7 @@ def read_tokenizer(
         else:
             raise CheckpointError(
                 f"{files.name} has a tokenizer of the kind {plain(repr(kind))} ({_KEY}model), "
-                "which is not served; served: gpt2, llama"
+                "which is not supported; supported: gpt2, llama"
             )
         special = {
             f"{name}_token": vocabulary.tokens[index]
@@ -245,7 +245,7 @@ class _Vocabulary:
         self._retype("\n".join(named))
 
     def _retype(self, template: str) -> None:
-        """Correct the type of control tokens declared as text."""
+        """Corrects the type of control tokens declared as text."""
         merges = self.get("merges", list, None) or []
         made = {merge.replace(" ", "", 1) for merge in merges if isinstance(merge, str)}
         declared = {self._metadata.get(_KEY + name) for name in _SPECIAL_IDS}
@@ -269,7 +269,7 @@ class _Vocabulary:
             )
 
     def get(self, key: str, kind: Any, default: Any) -> Any:
-        """Read and check an entry; the default if there is none."""
+        """Reads and checks an entry; the default if there is none."""
         value = self._metadata.get(_KEY + key, default)
         if kind is list:
             return value if isinstance(value, list) else None
@@ -303,13 +303,13 @@ def _guessed(token: str) -> int:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Build the tokenizer; also returns whether texts begin with the begin token by default."""
+    """Builds the tokenizer; also returns whether texts begin with the begin token by default."""
     pre = vocabulary.get("pre", str, None)
     if pre not in _WORDS:
         said = "does not say how" if pre is None else f"says {plain(repr(pre))} for how"
         raise CheckpointError(
-            f"{vocabulary.name} {said} text is cut into words ({_KEY}pre), which is not served; "
-            f"served: {', '.join(_WORDS)}"
+            f"{vocabulary.name} {said} text is cut into words ({_KEY}pre), which is not supported; "
+            f"supported: {', '.join(_WORDS)}"
         )
     words = _WORDS[pre]
     merges = vocabulary.get("merges", list, None)
@@ -321,7 +321,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
         if len(pair) != 2 or pair[0] + pair[1] not in vocabulary.ids:
             raise CheckpointError(
                 f"{vocabulary.name}: {_KEY}merges holds {plain(repr(merge))} (number {number}), "
-                "which is no pair of tokens that make a token"
+                "which is not a pair of tokens that form a token"
             )
         pairs.append(pair)
     backend = tokenizers.Tokenizer(
@@ -354,13 +354,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     }
     if len(normal) == 1 and len(scores) > 1:
         raise CheckpointError(
-            f"{vocabulary.name}: all of {_KEY}scores are equal, so that they do not say which "
+            f"{vocabulary.name}: all of {_KEY}scores are equal, so they do not say which "
             "pieces are merged first; convert the model again from its tokenizer.model"
         )
     if vocabulary.get("precompiled_charsmap", list, None):
         raise CheckpointError(
             f"{vocabulary.name} maps characters before it splits text "
-            f"({_KEY}precompiled_charsmap), which is not served"
+            f"({_KEY}precompiled_charsmap), which is not supported"
         )
     # In Gemma's files it has the type of a control token and is named separately.
     unknown = vocabulary.token_id("unknown_token_id", None)
@@ -443,7 +443,7 @@ def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:
 
 
 def _chat_template(files: GgufFiles) -> str | dict[str, str] | None:
-    """Read the chat template, or several by name."""
+    """Reads the chat template, or several by name."""
     key = "tokenizer.chat_template"
     names = files.metadata.get(key + "s", [])
     keys = {"default": key}

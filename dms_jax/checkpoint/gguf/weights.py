@@ -96,7 +96,7 @@ _CHUNK = 2**20  # elements to dequantise at a time
 
 
 def package() -> ModuleType:
-    """Import the package `gguf`, which is an extra.
+    """Imports the package `gguf`, which is an extra.
 
     Raises:
         CheckpointError: the package is not installed.
@@ -175,7 +175,7 @@ class GgufWeights(Tensors):
         return tensor[chosen - first]
 
     def interleaved(self, num_heads: int, num_kv_heads: int) -> None:
-        """Declare that the file interleaves the rows of these query and key heads."""
+        """Declares that the file interleaves the rows of these query and key heads."""
         self._interleaved_heads = {"q": num_heads, "k": num_kv_heads}
 
     def file_name(self, name: str) -> str:
@@ -204,7 +204,7 @@ class GgufWeights(Tensors):
         return factors
 
     def _check(self, stored: str, info: TensorInfo) -> None:
-        """Raise CheckpointError if a tensor's type is unsupported, or its data are cut short."""
+        """Raises CheckpointError if a tensor's type is unsupported, or its data are cut short."""
         where = f"{info.file.path.name}: tensor {plain(stored)}"
         if info.kind not in _PLAIN:
             try:
@@ -216,7 +216,7 @@ class GgufWeights(Tensors):
                 ) from error
             if kind.name in _TERNARY or kind.name in _INTEGERS:
                 what = "ternary weights" if kind.name in _TERNARY else "integers"
-                raise CheckpointError(f"{where} holds {kind.name} ({what}), which are not served")
+                raise CheckpointError(f"{where} holds {kind.name} ({what}): not supported")
             block, size = self._package.GGML_QUANT_SIZES[kind]
             if info.shape[-1] % block:
                 raise CheckpointError(
@@ -234,7 +234,7 @@ class GgufWeights(Tensors):
         info.file.read(stored, info.offset, _row_bytes(self._package, info) * _num_rows(info))
 
     def _parts(self, name: str, stored: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the tensors in one tensor of the file: one, or one per expert."""
+        """Yields the tensors in one tensor of the file: one, or one per expert."""
         if "{j}" not in name:
             yield name, info
             return
@@ -252,7 +252,7 @@ class GgufWeights(Tensors):
     def _rows(
         self, stored: str, info: TensorInfo, rows: slice, columns: slice, dtype: np.dtype
     ) -> np.ndarray:
-        """Read rows and columns of a tensor as `dtype`; a vector is one row."""
+        """Reads rows and columns of a tensor as `dtype`; a vector is one row."""
         size, count = _row_bytes(self._package, info), rows.stop - rows.start
         data = info.file.read(stored, info.offset + rows.start * size, count * size)
         data = data.reshape(count, size)
@@ -317,5 +317,5 @@ def _unknown(name: str, tensors: list[str]) -> CheckpointError:
     listed = ", ".join(plain(tensor) for tensor in sorted(tensors)[:20])
     more = f" and {len(tensors) - 20} more" if len(tensors) > 20 else ""
     return CheckpointError(
-        f"{name} holds {len(tensors)} tensors that no served model has ({listed}{more})"
+        f"{name} holds {len(tensors)} tensors that no supported model has ({listed}{more})"
     )

@@ -76,7 +76,7 @@ def read_questions(
     records = read_prompts(config) if records is None else records
     assert config.prompts is not None
     if model.tokenizer is None:
-        raise dms_jax.ConfigError(f"--model {config.model} came without a tokenizer.")
+        raise dms_jax.ConfigError(f"--model {config.model} has no tokenizer.")
     fingerprint = hashlib.sha256(read_file("--prompts", config.prompts)).hexdigest()
     chat = None if all(map(_is_text, records)) else config.make_chat(model)
     task = _task(config, records, chat)

@@ -39,7 +39,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
     """
     if not config.model or config.prompts is None:
         raise dms_jax.ConfigError(
-            "give --model and --prompts, or a starting point that has both: "
+            "give --model and --prompts, or a preset that has both: "
             "dms-jax retrofit self-taught-stories260k."
         )
     recipe, policy = config.make_recipe(), config.make_policy()
@@ -130,6 +130,6 @@ def _check_settings(config: SelfTaught) -> None:
     ]
     if differ:
         raise dms_jax.ConfigError(
-            f"--out {config.out} holds a run with {', '.join(differ)}. Give the same to go on with "
+            f"--out {config.out} holds a run with {', '.join(differ)}. Give the same to resume "
             "it, or another directory."
         )

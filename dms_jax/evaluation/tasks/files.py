@@ -61,7 +61,7 @@ class FileTask(Task):
         if not 0 <= index < len(self.records):
             raise DataError(
                 f"{self.name}: {self.path} holds {len(self.records)} problems, and number "
-                f"{index} was asked for (the first is 0)."
+                f"{index} was requested (the first is 0)."
             )
         return self.records[index]
 

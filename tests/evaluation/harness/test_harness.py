@@ -154,7 +154,7 @@ def test_policies_and_options(lm_eval):
     assert small.get_model_info()["policy"]["budget"] == 10
     assert small.get_model_info()["peak_tokens"] <= 11
     for options, message in (
-        ({"budget": 10}, "budget: these are no options of the model"),
+        ({"budget": 10}, "budget: these are not options of the model"),
         ({"policy": "TOWA"}, "Unknown cache policy 'TOWA'"),
         ({"policy": "TOVA", "bugdet": 10}, "did you mean budget"),
     ):

@@ -223,7 +223,7 @@ def test_timeout_in_a_thread(gsm8k, hurried, caplog):
     assert mathematics.vote_of("7^{10^{9}}") == "7^{10^{9}}"
 
 
-def test_judgement_that_kills_its_process_is_wrong(hurried, caplog):
+def test_answer_that_hangs_the_judge_is_wrong(hurried, caplog):
     hurried.seconds = 0.0  # as if no signal reached it
     assert not mathematics.is_same("1", "2")
     assert "it runs for more than 0 seconds" in caplog.text

@@ -46,7 +46,7 @@ def test_parquet(tmp_path):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"a\.parquet takes pyarrow.*pip install 'dms-jax\[data"):
+    with pytest.raises(ConfigError, match=r"a\.parquet needs pyarrow.*pip install 'dms-jax\[data"):
         read_records(text(tmp_path / "a.parquet", "PAR1"))
 
 
@@ -64,7 +64,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": 2\n', "line 3: this is not JSON"),
         ("a.jsonl", '{"a": 1}\n[2]\n', "line 2: expected a JSON object"),
-        ("a.jsonl", "\n", "holds no record"),
+        ("a.jsonl", "\n", "contains no records"),
         ("a.json", '[{"a": 1}, 2]', "item 2: expected a JSON object"),
         ("a.json", "[1", "this is not JSON"),
         (
@@ -89,7 +89,7 @@ def test_unreadable_files_are_named(tmp_path):
         read_records(tmp_path)
     for content in (b"", b"words", gzip.compress(b"{}" * 99)[:-9]):
         (tmp_path / "z.jsonl.gz").write_bytes(content)
-        with pytest.raises(DataError, match=r"z\.jsonl\.gz is (no whole gzip file|empty)"):
+        with pytest.raises(DataError, match=r"z\.jsonl\.gz is (not a complete gzip file|empty)"):
             read_records(tmp_path / "z.jsonl.gz")
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl is not UTF-8"):

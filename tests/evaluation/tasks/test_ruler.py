@@ -231,8 +231,8 @@ def squad(question):
         ("{", "is not JSON"),
         ('{"data": []}', "holds no questions"),
         (squad("q"), "not of the form in which SQuAD"),
-        (squad({"question": None, "answers": [{"text": "a"}]}), "None is no text"),
-        (squad({"question": "q", "answers": [{"text": 5}]}), "5 is no text"),
+        (squad({"question": None, "answers": [{"text": "a"}]}), "None is not a text"),
+        (squad({"question": "q", "answers": [{"text": 5}]}), "5 is not a text"),
         (squad({"question": "q", "answers": [{"text": ""}]}), "questions without an answer"),
     ],
 )
@@ -248,7 +248,7 @@ def test_malformed_squad_is_rejected(tmp_path, content, message):
     ("record", "message"),
     [
         ({"question": "q", "answer": "a", "context": []}, "holds no questions"),
-        ({"question": "q", "answer": 7, "context": [["t", ["x"]]]}, "7 is no text"),
+        ({"question": "q", "answer": 7, "context": [["t", ["x"]]]}, "7 is not a text"),
         ({"question": "q", "answer": "a", "context": [["t", [1]]]}, "not of the form"),
     ],
 )
@@ -294,7 +294,7 @@ def test_wrong_options_are_named(files, tmp_path):
     with pytest.raises(ConfigError, match="fwe needs a length of at least 250 tokens, got 100"):
         RULER("fwe", 100).fitted(characters).problem("test", 0)
     questions = RULER("qa_1", 800, questions=files["squad"]).fitted(characters)
-    with pytest.raises(DataError, match="20 questions, and number 20 was asked for"):
+    with pytest.raises(DataError, match="20 questions, and number 20 was requested"):
         questions.problem("test", 20)
     (tmp_path / "words.txt").write_text("a\nb\n")
     with pytest.raises(DataError, match=r"words\.txt holds 2 different words"):

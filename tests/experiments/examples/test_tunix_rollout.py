@@ -215,7 +215,7 @@ def test_update_takes_a_part_and_refuses_unknown_parameters(example):
     assert (transformer.embedding[...] == 1).all()
     assert transformer.layers.mlp.down_proj.kernel[...] is before
     for wrong, said in (
-        ({"embedding": jnp.ones((31, 16))}, "embedding is no parameter of this rollout"),
+        ({"embedding": jnp.ones((31, 16))}, "embedding is not one of its parameters"),
         (
             {"transformer": {"embedding": jnp.ones((30, 16))}},
             r"embedding is float64\[30, 16\], and float64\[31, 16\]",

@@ -191,7 +191,7 @@ of {d},
 """
 
 
-def test_formulas_at_the_end_stand_for_the_numbers_that_they_quote():
+def test_readme_formulas_match_their_numbers():
     got = claims.inlined(QUOTED)
     assert got.startswith(
         "The best loses 1.8 ± 0.8<!--= a b > -2 --> points, the\n"

@@ -47,7 +47,9 @@ MUTANTS = [
         FOLDER + "tokenizer.py",
         "found.ids[: len(found) - self._ending(found)]",
         "found.ids",
-        ("tests/checkpoint/test_added_tokens.py::test_post_processors_that_add_tokens",),
+        (
+            "tests/checkpoint/test_added_tokens.py::test_encode_adds_only_begin_tokens_of_post_processor",
+        ),
     ),
     Mutant(
         "gguf: turns that are typed as text are cut to pieces",

@@ -140,7 +140,7 @@ def test_refusals_name_the_limit():
         with pytest.raises(ValueError, match="must be"):
             unchecked(*bad)
     for block in (0, -2, 3):
-        with pytest.raises(ValueError, match=f"4 rows are no blocks of {block}"):
+        with pytest.raises(ValueError, match=f"4 rows are not blocks of {block}"):
             unchecked(store, index, block=block)
     with pytest.raises(ValueError, match="integers"):
         unchecked(store, index.astype(jnp.float32))

@@ -21,7 +21,7 @@ ORDER = (
 
 
 def draw(case, seed=0, dtype=None):
-    """Draw the arguments of `prefill_attention` in order, as NumPy arrays.
+    """Draws the arguments of `prefill_attention` in order, as NumPy arrays.
 
     Unused slots and pages, and padded keys, hold NaN; table entries past a row's length are out of
     range.

@@ -10,7 +10,7 @@ ORDER = ("q", "k", "positions", "since")
 
 
 def draw(case, seed=0, dtype=None):
-    """Draw the arguments of `received_attention` in order, as NumPy arrays.
+    """Draws the arguments of `received_attention` in order, as NumPy arrays.
 
     Padded queries and unused slots hold NaN.
     """

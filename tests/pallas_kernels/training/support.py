@@ -16,7 +16,7 @@ RESULTS = ("output", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 def draw(case, seed=0, dtype=None):
-    """Draw q, k, v, bias, do (NumPy, rounded to the case's dtype) and segment ids or None."""
+    """Draws q, k, v, bias, do (NumPy, rounded to the case's dtype) and segment ids or None."""
     rng = np.random.default_rng([seed, *case.name.encode()])
     dtype = dtype or case.dtype
 

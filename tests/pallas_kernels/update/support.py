@@ -17,7 +17,7 @@ def operation(case):
 
 
 def write_inputs(case, seed=0):
-    """Draw a case: keyword arguments of its operation, as NumPy arrays.
+    """Draws a case: keyword arguments of its operation, as NumPy arrays.
 
     Every row writes to a different page, in random order; idle rows name invalid slots of different
     kinds. The pool contains some NaN, as unused memory may.

@@ -60,7 +60,7 @@ class Questions(Family):
         if not number < len(self.questions):
             raise DataError(
                 f"RULER: the file holds {len(self.questions)} questions, and number {number} was "
-                "asked for (the first is 0)."
+                "requested (the first is 0)."
             )
         question = self.questions[number]
         if size < len(self.documents):
@@ -171,7 +171,7 @@ def _named(path: pathlib.Path, name: str) -> Iterator[None]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{show(value)} is no text")
+        raise TypeError(f"{show(value)} is not a text")
     return value
 
 
