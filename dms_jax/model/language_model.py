@@ -164,8 +164,7 @@ class LanguageModel:
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
                 f"This checkpoint was trained for {self.policy}, and {policy} would misread its "
-                "decisions. Leave the policy out to run the checkpoint with its own, or give one "
-                "that needs no training, such as TOVA."
+                "decisions. Leave the policy out, to run the checkpoint with its own."
             )
         self._check_borrowed_neurons(policy)
         return policy

@@ -102,7 +102,7 @@ def test_adapter_of_another_checkpoint_is_refused(tmp_path):
 
 
 def test_adapter_with_another_head_is_refused():
-    with pytest.raises(ConfigError, match=r"Adapter 'a': .*reads its decisions from"):
+    with pytest.raises(ConfigError, match=r"Adapter 'a': .*was trained for another policy"):
         choose(BASE, HEAD, {"a": tiny(KVzap())})
 
 
