@@ -27,7 +27,7 @@ def test_a_borrowed_neuron_excludes_other_policies(declared):
         if policy.retrofit.borrowed_neurons == declared.retrofit.borrowed_neurons:
             assert model.resolve_policy(policy) == policy
             continue
-        with pytest.raises(ConfigError, match="made for|trained for"):
+        with pytest.raises(ConfigError, match=r"made for|trained for"):
             model.resolve_policy(policy)
     assert model.resolve_policy(None) == declared
 
