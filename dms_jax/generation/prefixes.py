@@ -83,8 +83,8 @@ class PrefixState:
       pages: the pages of the rows, row by row, in the device's pool or in the host's.
       rows: the policy's state of each row, leaves [L, K, ...].
       ended: whether an answer ends here.
-      superseded: whether a later state of the same session replaces it; if so, it is dropped first
-        and not copied to the host.
+      superseded: whether no later turn of its session is expected to continue it; if so, it is
+        dropped first and not copied to the host.
     """
 
     node: Node
@@ -485,22 +485,28 @@ class Prefixes:
         return len(node.children) + node.ends <= 1 and not node.is_awaited
 
     def _replace(self, lane: int, state: PrefixState) -> None:
-        """Marks the states that a new one replaces: those that its request continued.
+        """Marks the states that leave first: those that its request continued are replaced.
 
         With a template that leaves out thoughts, prompts diverge before every answer. So if a
-        request did not continue an answer, the next one will continue the end of this prompt, not
-        an answer.
+        request did not continue an answer, the next one will continue the end of this prompt, and
+        the state of this answer leaves first.
         """
         start, behind_answer = self._continued.get(lane, (0, False))
-        if not start or (state.ended and not behind_answer):
+        if not start or self._runner.appends:  # those share all their pages
+            return
+        if state.ended and not behind_answer:
+            self._leaves_first(state)
             return
         node = state.node.parent
         while node is not None and node.depth >= start:
-            replaced = node.state in self._on_device and len(node.children) == 1
-            if replaced and not self._runner.appends:  # else it shares all its pages
-                node.state.superseded = True
-                self._on_device.move_to_end(node.state, last=False)
+            if node.state in self._on_device and len(node.children) == 1:
+                self._leaves_first(node.state)
             node = node.parent
+
+    def _leaves_first(self, state: PrefixState) -> None:
+        """Makes a state the first one to be dropped, without a copy to the host."""
+        state.superseded = True
+        self._on_device.move_to_end(state, last=False)
 
     def _touch(self, state: PrefixState) -> None:
         """Makes a state the most recently used one."""

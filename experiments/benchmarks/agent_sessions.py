@@ -8,9 +8,10 @@ first token by turn, with and without the prefix cache, the cached share of prom
 the answers are equal, and the bytes of the prefixes at the end; their ratio to Vanilla's tells how
 many more sessions the same memory keeps. Real model shapes, random weights, random tokens;
 RandomEviction stands for DMS at the same ratio. With --url the same sessions use any server with
-OpenAI's API, ours or vLLM's. A client does not see tokens, so others replace the last answer in the
-next prompt. For an answer without text its end is timed. With --text the tokens are those of files,
-as a trained adapter needs: it keeps more of random tokens than of text.
+OpenAI's API, ours or vLLM's. A client does not see the tokens of an answer: with --tokenizer its
+text is tokenized again for the next prompt, else random tokens replace it. For an answer without
+text its end is timed. With --text the tokens are those of files, as a trained adapter needs: it
+keeps more of random tokens than of text.
 
     python -m experiments.benchmarks.agent_sessions
     python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
@@ -143,7 +144,8 @@ class Prompts:
 
     def __init__(self, config: Config, lengths: Lengths, vocabulary: int):
         self._random, self._vocabulary = np.random.default_rng(0), vocabulary
-        self._text = None if config.text is None else read_text(config)
+        self._tokenizer = None if config.tokenizer is None else read_tokenizer(config)
+        self._text = None if self._tokenizer is None else read_text(config, self._tokenizer)
         shared = self.tokens(lengths.shared)
         own = lengths.turns[0].more - lengths.shared
         self.now = [shared + self.tokens(own) for _ in range(config.sessions)]
@@ -156,22 +158,35 @@ class Prompts:
         self._text = np.roll(self._text, -count)
         return found
 
+    def answer(self, text: str, count: int) -> list[int]:
+        """Returns the tokens of an answer of `count` tokens, or random ones without a tokenizer."""
+        return self.tokens(count) if self._tokenizer is None else self._tokenizer.encode(text)
+
     def grow(self, answers: list[list[int]], more: int) -> None:
         """Adds the last answers and the tokens of the next turn."""
         for prompt, answer in zip(self.now, answers, strict=True):
             prompt += answer + self.tokens(more)
 
 
-def read_text(config: Config) -> np.ndarray:
-    """Returns the tokens of the Python files of --text, in order of their paths.
+def read_tokenizer(config: Config) -> Tokenizer:
+    """Returns the tokenizer of --tokenizer.
 
     Raises:
-      ConfigError: there is no tokenizer, or there are too few for a session.
+      ConfigError: there is none.
     """
-    assert config.text is not None
     assert config.tokenizer is not None
     if (tokenizer := Tokenizer.from_directory(config.tokenizer)) is None:
         raise dms_jax.ConfigError(f"--tokenizer {config.tokenizer}: there is no tokenizer.")
+    return tokenizer
+
+
+def read_text(config: Config, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the tokens of the Python files of --text, in order of their paths.
+
+    Raises:
+      ConfigError: they are too few for a session.
+    """
+    assert config.text is not None
     text = "\n".join(path.read_text() for path in sorted(config.text.rglob("*.py")))
     found = np.asarray(tokenizer.encode(text))
     if len(found) < (least := Lengths.read(config).total):
@@ -241,11 +256,11 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
     """
     name, lengths = model_name(url), Lengths.read(config)
     prompts = Prompts(config, lengths, SHAPES[config.shape]["vocab_size"])
-    turns = []
+    turns, answers = [], []
     for number, turn in enumerate(lengths.turns):
         if number:
-            answered = [prompts.tokens(lengths.turns[number - 1].answer) for _ in prompts.now]
-            prompts.grow(answered, turn.more)
+            count = lengths.turns[number - 1].answer
+            prompts.grow([prompts.answer(each.text, count) for each in answers], turn.more)
         shared = dict(model=name, max_tokens=turn.answer, temperature=0, stream=True)
         shared |= dict(stream_options={"include_usage": True}, ignore_eos=True)
         bodies = [shared | {"prompt": prompt} for prompt in prompts.now]

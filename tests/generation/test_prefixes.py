@@ -213,15 +213,15 @@ def turns(engine: Engine, sessions: int, count: int, *, thinks: bool) -> list[in
 
 
 @pytest.mark.parametrize(
-    ("thinks", "pages", "expected"), [(False, 14, (19, 28, 37)), (True, 22, (16, 24, 32))]
+    ("thinks", "pages", "expected"), [(False, 14, (19, 28, 37)), (True, 16, (16, 24, 32))]
 )
 @pytest.mark.parametrize("host", [0, 1e6])
 def test_session_holds_only_its_last_state(thinks, pages, expected, host):
     """Three sessions in a pool for little more than their last states: every turn is a hit.
 
-    If a template leaves out reasoning, the last state is that of a prompt. With all states of the
-    last turn, the pools would need 17 and 24 pages per row. Superseded states are dropped without a
-    copy to the host.
+    If a template leaves out reasoning, the last state is that of a prompt, and that of the answer
+    leaves first. With all states of the last turn, the pools would need 17 and 24 pages per row.
+    Superseded states are dropped without a copy to the host.
     """
     engine = engine_of("evicts", 4, prefix_cache=host)
     with squeezed_with_prefixes(engine, pages * 20):
@@ -446,16 +446,17 @@ def test_appending_policy_shares_pages():
     assert max(running) == 4
 
 
-@pytest.mark.parametrize("name", ["evicts", "bounded"])
-def test_least_recently_used_prefix_is_dropped_first(name):
+@pytest.mark.parametrize(("name", "own"), [("evicts", 2), ("bounded", 1)])
+def test_least_recently_used_prefix_is_dropped_first(name, own):
+    """The last prompt has used `own` states, of the prompt and of an earlier answer."""
     engine, (first, second) = engine_of(name, 4, prefix_cache=0), prompts((29, 27))
     for prompt in (first, second, first):
         ask(engine, name, [prompt])
     prefixes = engine.runner.prefixes
     states = list(prefixes._on_device)
-    assert [state.node.depth for state in states[-2:]] == [24, states[-1].node.depth]
-    prefixes._reclaim(0, len(set(np.concatenate([each.pages for each in states[:-2]]).tolist())))
-    assert list(prefixes._on_device) == states[-2:]
+    assert states[-own].node.depth == 24
+    prefixes._reclaim(0, len(set(np.concatenate([each.pages for each in states[:-own]]).tolist())))
+    assert list(prefixes._on_device) == states[-own:]
     assert cached(ask(engine, name, [second])) == [0]
     assert cached(ask(engine, name, [first])) == [24]
 
