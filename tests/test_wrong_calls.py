@@ -136,11 +136,11 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "matrix": data("shape [2, 2]", "one dimension", prompts=[np.ones((2, 2), int)]),
         "id too large": data("Prompt 1", "0 ... 511", "512", prompts=[[1], [3, 512]]),
         "too long": data("Prompt 0", "600 tokens", "512 positions", prompts=[[1] * 600]),
-        "text without a tokenizer": data("without a tokenizer", prompts=["a"], given=silent),
+        "text without a tokenizer": data("has no tokenizer", prompts=["a"], given=silent),
         "stop strings without a tokenizer": case(
             "ConfigError",
             "stop strings",
-            "without a tokenizer",
+            "has no tokenizer",
             given=silent,
             sampling=dms_jax.Sampling(max_new_tokens=4, stop="a"),
         ),

@@ -162,7 +162,7 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
     updates = low_rank.low_rank_of(transformer)
     if not policy.retrofit.adapter and updates is None:
         raise ConfigError(
-            f"{policy} reads no adapter that could be saved alone; save the whole model"
+            f"{policy} has no adapter to save alone; save the whole model"
         )
     if policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(

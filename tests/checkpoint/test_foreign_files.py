@@ -106,7 +106,7 @@ def test_empty_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(-2, "no token of the model"), (True, "must be a token id"), ([[1]], "must be a token id")],
+    [(-2, "not a token of the model"), (True, "must be a token id"), ([[1]], "must be a token id")],
 )
 def test_malformed_special_ids_are_refused(llama, value, message):
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):

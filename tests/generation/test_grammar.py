@@ -330,7 +330,7 @@ def test_grammar_needs_end_token_and_tokenizer(engine):
     given = [(PROMPTS[0], dataclasses.replace(GREEDY, grammar=Grammar.regex("a")))]
     for change, said in (
         ({"generation": type(stories().generation)()}, "this model has none"),
-        ({"tokenizer": None}, "without a tokenizer"),
+        ({"tokenizer": None}, "has no tokenizer"),
     ):
         model = dataclasses.replace(stories(), **change)
         assert not grammar.is_served(model)

@@ -587,8 +587,8 @@ REFUSED_CHAT = [
     (dict(system="a"), "system", "a message with the role system"),
     (dict(do_sample=False), "do_sample", "send temperature"),
     (dict(max_length=9), "max_length", "send max_tokens"),
-    (dict(num_beams=4), "num_beams", "not served. Leave it out"),
-    (dict(min_length=4), "min_length", "not served"),
+    (dict(num_beams=4), "num_beams", "not supported. Leave it out"),
+    (dict(min_length=4), "min_length", "not supported"),
     (dict(sampling_seed=4), "sampling_seed", "send seed"),
 ]
 REFUSED_RESPONSES = [
