@@ -161,9 +161,7 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
     transformer = model.transformer
     updates = low_rank.low_rank_of(transformer)
     if not policy.retrofit.adapter and updates is None:
-        raise ConfigError(
-            f"{policy} has no adapter to save alone; save the whole model"
-        )
+        raise ConfigError(f"{policy} has no adapter to save alone; save the whole model")
     if policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
             f"{policy} decides in neurons of the base, which an adapter does not hold; save the "

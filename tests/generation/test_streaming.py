@@ -22,6 +22,7 @@ from tests.generation.support import (
     prompts,
     stories,
 )
+from tests.support.fake_programs import HOT
 
 
 class Listener:
@@ -45,7 +46,7 @@ class Listener:
 @pytest.mark.usefixtures("fakes")
 def test_updates_add_up_to_text():
     """At a high temperature most tokens are bytes, and many characters are broken."""
-    sampling = dms_jax.Sampling(temperature=100.0, max_new_tokens=NEW_TOKENS, seed=1)
+    sampling = dms_jax.Sampling(temperature=HOT, max_new_tokens=NEW_TOKENS, seed=1)
     listener = Listener(4)
     completions = host_engine().generate(prompts(), sampling=sampling, on_tokens=listener)
     listener.check(completions)
