@@ -8,6 +8,7 @@ points: the name comes before the options, and the first one is the default. Exi
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -39,13 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
-        print(overview())
-        return 0
+        return _shown(overview())
     if name == "--version":
         import dms_jax
 
-        print(dms_jax.__version__)
-        return 0
+        return _shown(dms_jax.__version__)
     if name not in COMMANDS:
         from dms_jax.checks import guess
 
@@ -65,6 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments=rest,
         interrupted=getattr(module, "INTERRUPTED", "Interrupted."),
     )
+
+
+def _shown(text: str) -> int:
+    """Prints a text; returns 0, or 1 if standard output is closed (`dms-jax --help | head -1`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 1
+    return 0
 
 
 def described(module: ModuleType) -> str:

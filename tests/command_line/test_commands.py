@@ -109,12 +109,14 @@ def test_closed_output_is_no_error(monkeypatch, capsys):
 
     with pytest.raises(BrokenPipeError, match="of a worker"):
         running.status_of(fail)
-    for text in ("x", "x" * 100_000):  # fills no buffer, and several
+    prints = [lambda text=text: print(text) for text in ("x", "x" * 100_000)]  # for some buffers
+    calls = [lambda each=each: running.status_of(each) for each in prints]
+    for call in (*calls, lambda: main(["--help"]), lambda: main(["--version"])):
         reader, writer = os.pipe()
         os.close(reader)
         with open(writer, "w") as nobody:
             monkeypatch.setattr(sys, "stdout", nobody)
-            assert running.status_of(lambda text=text: print(text)) == running.FAILED
+            assert call() == running.FAILED
     assert capsys.readouterr().err == ""
 
 
