@@ -1,20 +1,29 @@
-"""The special tokens that tokenizer_config.json declares beside the vocabulary of tokenizer.json.
+"""The tokens that the files beside a vocabulary declare, with the ids and flags of transformers.
 
-    added_tokens_decoder        id to token
-    bos_token, eos_token, ...   a text or a token
-    additional_special_tokens   a list, or a table under model-specific names; newer versions of
-                                transformers write extra_special_tokens
+Each generation of transformers declares special tokens, such as `<|im_end|>`, in other places:
+
+    tokenizer.json          added_tokens, which the tokenizers library reads
+    tokenizer_config.json   added_tokens_decoder: id to token
+                            bos_token, eos_token, ...: a text or a token
+                            additional_special_tokens or extra_special_tokens: a list or a table
+    special_tokens_map.json the same names; read where there is no added_tokens_decoder, and then
+                            its named tokens count rather than those of tokenizer_config.json
+    added_tokens.json       text to id; read where there is no added_tokens_decoder
 
 A tokenizer that lacks such a token silently splits it, so all of them are added here.
 """
 
+import dataclasses
+import pathlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
+from dms_jax.checkpoint.files import read_json
+from dms_jax.checks import is_whole
 from dms_jax.errors import CheckpointError, plain
 
 # In the order in which transformers numbers tokens without an id.
@@ -27,76 +36,183 @@ NAMED = (
     "cls_token",
     "mask_token",
 )
+# The default tokens of classes of transformers.
+_DEFAULTS = {
+    "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "gpt2": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "qwen2": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+}
 _EXTRA = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_CONFIG = "tokenizer_config.json"
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
-def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
-    """Add the tokens of a config to a tokenizer; warn if a token gets an id that no file specifies.
+@dataclasses.dataclass(frozen=True)
+class DeclaredTokens:
+    """The tokens that the files beside a vocabulary declare.
 
-    Args:
-        backend: the tokenizer, whose own ids take precedence.
-        config: the contents of tokenizer_config.json.
-
-    Returns:
-        the special tokens that have names ("bos_token", ...).
-
-    Raises:
-        CheckpointError: a declaration is malformed, or a token's id differs from the declared one.
+    Attributes:
+        named: special tokens by name ("bos_token", ...).
+        extra: special tokens without a name.
+        by_id: tokens with required ids, in the order of the ids.
+        defaults: texts of special tokens that only the class of transformers declares.
     """
-    given = {name: _token(config.get(name), name) for name in NAMED}
-    named = {name: token for name, token in given.items() if token is not None}
-    special: dict[str, AddedToken] = {}
-    for token in (*named.values(), *_extra(config)):
-        special.setdefault(token.content, token)
-    _add_numbered(backend, _numbered(config), special)
-    held = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    missing = {text: held.get(text, token) for text, token in special.items()}
-    missing = {
-        text: token for text, token in missing.items() if text not in held or not token.special
-    }
-    new = [text for text in missing if backend.token_to_id(text) is None]
-    for token in missing.values():
-        token.special = True
-    backend.add_tokens(list(missing.values()))
-    if new:
-        ids = ", ".join(f"{plain(repr(t), 40)} {backend.token_to_id(t)}" for t in new[:8])
-        warnings.warn(
-            "the tokenizer's files declare tokens that its vocabulary lacks; they get the next "
-            f"ids, as in transformers: {ids}. If the model was trained with other ids, write "
-            "them into tokenizer.json.",
-            stacklevel=2,
-        )
-    return {name: token.content for name, token in named.items()}
 
+    named: dict[str, AddedToken]
+    extra: tuple[AddedToken, ...]
+    by_id: tuple[tuple[int, AddedToken], ...]
+    defaults: frozenset[str] = frozenset()
 
-def _add_numbered(
-    backend: tokenizers.Tokenizer,
-    numbered: Mapping[int, AddedToken],
-    special: Mapping[str, AddedToken],
-) -> None:
-    """Add tokens with declared ids, in the order of the ids."""
-    held = {_key(token) for token in backend.get_added_tokens_decoder().values()}
-    for token in numbered.values():
-        token.special = token.special or token.content in special
-    new = [token for _, token in sorted(numbered.items()) if _key(token) not in held]
-    known = {token.content for token in new if backend.token_to_id(token.content) is not None}
-    backend.add_tokens(new)
-    for index, token in numbered.items():
-        text = token.content
-        if token in new and text not in known and (found := backend.token_to_id(text)) != index:
+    def add_to(self, backend: tokenizers.Tokenizer, *, fixed: bool, raw: bool) -> None:
+        """Add them to a tokenizer; warn if a token gets an id that no file specifies.
+
+        Args:
+            backend: the tokenizer.
+            fixed: whether its ids come from tokenizer.json and take precedence.
+            raw: whether to search for the tokens before normalization. Sentencepiece's normalizer
+                puts a space in front, and "a<|im_start|>" does not contain " <|im_start|>".
+
+        Raises:
+            CheckpointError: a token's id differs from the one in a file.
+        """
+        special = (*self.named.values(), *self.extra)
+        names = {token.content for token in special}
+        by_id = {
+            index: _changed(token, raw=raw, special=token.special or token.content in names)
+            for index, token in self.by_id
+        }
+        # Look up one by one: a dictionary of a vocabulary of 150,000 takes a third of a second.
+        texts = {token.content for token in by_id.values()} if fixed else set()
+        known = {text for text in texts if backend.token_to_id(text) is not None}
+        held = {_key(token) for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([token for token in by_id.values() if _key(token) not in held])
+        for index, token in by_id.items():
+            self._check_id(index, token.content, backend, known)
+        flags = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        missing = {}
+        for token in special:
+            found = flags.get(token.content)
+            if found is None or not found.special:
+                token = _changed(token, raw=raw, special=True) if found is None else found
+                missing.setdefault(token.content, _changed(token, raw=False, special=True))
+        unknown = [text for text in missing if backend.token_to_id(text) is None]
+        backend.add_tokens(list(missing.values()))
+        new = [text for text in unknown if text not in self.defaults]
+        if new:
+            ids = ", ".join(f"{plain(repr(t), 40)} {backend.token_to_id(t)}" for t in new[:8])
+            warnings.warn(
+                "the tokenizer's files declare tokens that its vocabulary lacks; they get the next "
+                f"ids, as in transformers: {ids}. If the model was trained with other ids, write "
+                "them into added_tokens.json.",
+                stacklevel=2,
+            )
+
+    def _check_id(
+        self, index: int, text: str, backend: tokenizers.Tokenizer, known: Collection[str]
+    ) -> None:
+        found = backend.token_to_id(text)
+        if found == index:
+            return
+        if text not in known:
             raise CheckpointError(
                 f"the token {plain(repr(text))} should have id {index}, but the vocabulary gives "
                 f"it {found}; write a tokenizer.json that holds it"
             )
+        warnings.warn(
+            f"tokenizer.json gives the token {plain(repr(text))} the id {found}, and the files "
+            f"beside it say {index}; {found} is taken, as by transformers.",
+            stacklevel=3,
+        )
+
+
+def read_declared_tokens(directory: pathlib.Path, config: Mapping[str, Any]) -> DeclaredTokens:
+    """Read the tokens that a directory declares.
+
+    Args:
+        directory: the checkpoint.
+        config: its tokenizer_config.json.
+
+    Raises:
+        CheckpointError: a file is damaged, or a declaration malformed.
+    """
+    tables = {_CONFIG: config}
+    by_id: dict[int, AddedToken] = {}
+    given = config.get("added_tokens_decoder")
+    if given is not None:
+        by_id = _by_id(given)
+    else:
+        tables[_MAP] = read_json(directory, _MAP) or {}
+    named = {}
+    for name in NAMED:
+        for place, fields in tables.items():
+            token = _token(fields.get(name), f"{place}: {name}")
+            if token is not None:
+                named[name] = token
+            elif name in fields:
+                named.pop(name, None)
+    extra = tuple(_extra(tables))
+    if given is None:
+        name = "added_tokens.json"
+        ids = read_json(directory, name) or {}
+        special = {token.content for token in (*named.values(), *extra)}
+        for text, index in ids.items():
+            if not is_whole(index) or index < 0:
+                raise CheckpointError(f"{name}: {plain(repr(text))} must have an id of 0 or more")
+            by_id[index] = AddedToken(text, special=text in special)
+    return DeclaredTokens(named, extra, tuple(sorted(by_id.items(), key=lambda entry: entry[0])))
+
+
+def class_of(directory: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    """The class of transformers that reads a tokenizer: "llama", "qwen2", "gpt2", ...; or None."""
+    name = config.get("tokenizer_class")
+    if name is None:
+        fields = read_json(directory, "config.json") or {}
+        name = fields.get("tokenizer_class") or fields.get("model_type")
+        name = {"qwen3": "qwen2", "mistral": "llama"}.get(str(name), name)
+    if name is None:
+        return None
+    return str(name).removesuffix("Fast").removesuffix("Tokenizer").lower()
+
+
+def with_defaults(
+    directory: pathlib.Path,
+    config: Mapping[str, Any],
+    declared: DeclaredTokens,
+    backend: tokenizers.Tokenizer,
+) -> DeclaredTokens:
+    """Add the default tokens of the class of transformers where no file names one.
+
+    Llama's are skipped if the vocabulary lacks them, because many models of other families name its
+    class.
+    """
+    kind = class_of(directory, config) or ""
+    more = {
+        name: AddedToken(text, special=True)
+        for name, text in _DEFAULTS.get(kind, {}).items()
+        if name not in declared.named
+        and config.get(name, name) is not None  # null: the model has no such token
+        and (kind != "llama" or backend.token_to_id(text) is not None)
+    }
+    named = declared.named | more
+    return dataclasses.replace(
+        declared,
+        named={name: named[name] for name in NAMED if name in named},
+        defaults=frozenset(token.content for token in more.values()),
+    )
+
+
+def _changed(token: AddedToken, *, raw: bool, special: bool) -> AddedToken:
+    """A token with changed flags; `raw` tokens are searched for before normalization."""
+    flags = {flag: getattr(token, flag) for flag in _FLAGS}
+    flags |= {"special": special, "normalized": token.normalized and not raw}
+    return AddedToken(token.content, **flags)
 
 
 def _key(token: AddedToken) -> tuple[Any, ...]:
     return (token.content, *(getattr(token, flag) for flag in _FLAGS))
 
 
-def _token(value: Any, name: str) -> AddedToken | None:
+def _token(value: Any, where: str) -> AddedToken | None:
     """A special token, as a text or as a table of text and flags."""
     text = value.get("content") if isinstance(value, Mapping) else value
     if value is None or text == "":  # the library ignores both, too
@@ -106,35 +222,39 @@ def _token(value: Any, name: str) -> AddedToken | None:
     if isinstance(value, Mapping) and isinstance(text, str):
         flags = {f: value[f] for f in _FLAGS if isinstance(value.get(f), bool) and f != "special"}
         return AddedToken(text, special=True, **flags)
-    raise CheckpointError(f"{_CONFIG}: {name} must be a text, or a table with one as its content")
+    raise CheckpointError(f"{where} must be a text, or a table with one as its content")
 
 
-def _extra(config: Mapping[str, Any]) -> Iterator[AddedToken]:
+def _extra(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[AddedToken]:
     """Special tokens that are listed, or have model-specific names.
 
     In transformers' order: named ones (`image_token`, but not `add_bos_token`, which is a boolean)
     come first.
     """
     listed = []
-    for name, value in config.items():
-        if name.endswith("_token") and name not in NAMED and isinstance(value, str) and value:
-            yield AddedToken(value, special=True)
-    for name in _EXTRA:
-        value = config.get(name)
-        if value is not None and not isinstance(value, list | Mapping):
-            raise CheckpointError(f"{_CONFIG}: {name} must be a list of tokens")
-        if isinstance(value, Mapping):
-            yield from (t for each in value.values() if (t := _token(each, name)) is not None)
-        else:
-            listed += [t for each in value or () if (t := _token(each, name)) is not None]
+    for place, fields in tables.items():
+        for name, value in fields.items():
+            if name.endswith("_token") and name not in NAMED and isinstance(value, str) and value:
+                yield AddedToken(value, special=True)
+        for name in _EXTRA:
+            where = f"{place}: {name}"
+            value = fields.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, list | Mapping):
+                raise CheckpointError(f"{where} must be a list of tokens")
+            if isinstance(value, Mapping):
+                yield from (t for each in value.values() if (t := _token(each, where)) is not None)
+            else:
+                listed += [t for each in value if (t := _token(each, where)) is not None]
     yield from listed
 
 
-def _numbered(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _by_id(table: Any) -> dict[int, AddedToken]:
     """The tokens of added_tokens_decoder."""
     try:
         found = {}
-        for index, token in (config.get("added_tokens_decoder") or {}).items():
+        for index, token in table.items():
             flags = {flag: bool(token[flag]) for flag in _FLAGS if token.get(flag) is not None}
             found[int(index)] = AddedToken(token["content"], **flags)
         return found

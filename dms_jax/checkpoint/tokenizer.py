@@ -1,29 +1,33 @@
 """Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
-`tokenizer.json` holds the vocabulary. `tokenizer_config.json` declares special tokens
-(`added_tokens.py`), and whether a text begins with one. The chat template is in
+`backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special
+tokens (`added_tokens.py`), and whether a text begins with one. The chat template is in
 `tokenizer_config.json`, in `chat_template.jinja` or, for some vision models, in
 `chat_template.json`.
 """
 
-import contextlib
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
 from tokenizers import processors
 
-from dms_jax.checkpoint.added_tokens import add_declared_tokens
-from dms_jax.checkpoint.files import expanded, read, read_json, read_text
+from dms_jax.checkpoint.added_tokens import class_of, read_declared_tokens, with_defaults
+from dms_jax.checkpoint.backends import library_errors, read_backend
+from dms_jax.checkpoint.files import (
+    expanded,
+    find,
+    read_json,
+    read_text,
+)
 from dms_jax.checks import is_whole
-from dms_jax.errors import CheckpointError, DataError, DmsJaxError, plain
+from dms_jax.errors import CheckpointError, DataError, plain
 
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _MOST_TEMPLATES = 32
-_OTHER_FORMS = ("tokenizer.model", "vocab.json")
 _LONG = 2**16  # letters of a text that takes a tenth of a second
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # the byte fallback of sentencepiece
 # Byte-level tokens are written with one letter per byte: printable Latin-1 bytes as themselves, the
@@ -79,12 +83,18 @@ class Tokenizer:
         config = read_json(directory, "tokenizer_config.json")
         config = {} if config is None else config
         with library_errors(CheckpointError, "the tokenizer's files cannot be read"):
-            backend = _read_backend(directory)
+            backend = read_backend(directory, config)
             if backend is None:
                 return None
-            special = add_declared_tokens(backend, config)
-            # Only Llama's class honours these fields beside a tokenizer.json.
-            if str(config.get("tokenizer_class") or "Llama").startswith("Llama"):
+            fast = find(directory, "tokenizer.json") is not None
+            declared = with_defaults(
+                directory, config, read_declared_tokens(directory, config), backend
+            )
+            raw = not fast and find(directory, "tokenizer.model") is not None
+            declared.add_to(backend, fixed=fast, raw=raw)
+            special = {name: token.content for name, token in declared.named.items()}
+            # With a tokenizer.json, only Llama's class honours these fields.
+            if not fast or (class_of(directory, config) or "llama") == "llama":
                 apply_sequence_ends(backend, config, special)
             backend.encode_special_tokens = config.get("split_special_tokens") is True
         extra = {
@@ -97,6 +107,9 @@ class Tokenizer:
             )
             if name in config
         }
+        if not fast:
+            # Slow classes would rebuild the tokenizer from files that we do not write.
+            extra["tokenizer_class"] = "PreTrainedTokenizerFast"
         return cls(
             backend,
             special_tokens=special,
@@ -284,49 +297,6 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
-
-
-@contextlib.contextmanager
-def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
-    """Convert the exceptions of the tokenizers library into one of our errors.
-
-    The library raises plain `Exception`, and, if its Rust code panics, `PanicException`, which does
-    not derive from it.
-    """
-    try:
-        yield
-    except DmsJaxError:
-        raise
-    except Exception as error:
-        raise kind(f"{what}: {plain(error, 300)}") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{what}: the tokenizers library failed: {plain(error, 300)}") from error
-
-
-def _read_backend(directory: pathlib.Path) -> tokenizers.Tokenizer | None:
-    """Read tokenizer.json; None if the directory has no tokenizer.
-
-    Raises:
-        CheckpointError: the file is damaged, or the tokenizer is in another form.
-    """
-    content = read(directory, "tokenizer.json")
-    if content is None:
-        others = [name for name in _OTHER_FORMS if (directory / name).exists()]
-        if others:
-            raise CheckpointError(
-                f"{directory} has its tokenizer in {others[0]} alone, which is not read: write "
-                "tokenizer.json with transformers (AutoTokenizer.from_pretrained(directory)"
-                ".save_pretrained(directory))"
-            )
-        return None
-    with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
-        backend = tokenizers.Tokenizer.from_buffer(content)
-    # Before encoding anything: padding to 10^18 tokens would exhaust the memory.
-    backend.no_padding()
-    backend.no_truncation()
-    return backend
 
 
 def apply_sequence_ends(

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 import dms_jax
@@ -208,11 +207,8 @@ def wide(directory: pathlib.Path, family: str, dtype=np.float32) -> pathlib.Path
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     ids = {token: index for index, token in enumerate(VOCABULARY)}
-    merges = [(first, second) for first, second in map(str.split, MERGES)]
-    backend = Tokenizer(models.BPE(vocab=dict([*ids.items()][:-2]), merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(directory / "tokenizer.json"))
+    (directory / "vocab.json").write_text(json.dumps(dict(list(ids.items())[:-2])))
+    (directory / "merges.txt").write_text("\n".join(MERGES) + "\n")
     special = {ids[token]: {"content": token, "special": True} for token in VOCABULARY[-2:]}
     fields = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": special}
     fields |= {"eos_token": "<|end|>", "chat_template": TEMPLATE}

@@ -1,4 +1,4 @@
-"""Tokenizers of tokenizer.json: special tokens, ends of a text, chat templates."""
+"""Tokenizers in their three forms, against the ids that other programs give."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from dms_jax.checkpoint import tokenizer as tokenizer_module
 from dms_jax.errors import CheckpointError, DataError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
-KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "gemma"]
+KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram", "gemma"]
 CHATML = (
     "{% for message in messages %}\n"
     "    {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
@@ -28,9 +28,8 @@ def expected(kind: str) -> list:
 
 @pytest.fixture
 def stories(tmp_path) -> pathlib.Path:
-    """A directory with the tokenizer of stories260K, to be changed."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDEN / "stories260k" / name, tmp_path)
+    """A directory with the sentencepiece model of stories260K, to be changed."""
+    shutil.copy(GOLDEN / "stories260k" / "tokenizer.model", tmp_path)
     return tmp_path
 
 
@@ -39,6 +38,13 @@ def write_config(directory: pathlib.Path, **fields) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_the_reference(kind):
+    tokenizer = Tokenizer.from_directory(GOLDEN / kind)
+    for text, ids in expected(kind):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k", "gemma"])
 def test_text_round_trip(kind):
     tokenizer = Tokenizer.from_directory(GOLDEN / kind)
     for text, ids in expected(kind):
@@ -105,7 +111,7 @@ def test_long_text_has_the_same_ids():
     ],
 )
 def test_ends_of_a_sequence(stories, fields, text_ids):
-    write_config(stories, bos_token="<s>", eos_token="</s>", **fields)
+    write_config(stories, **fields)
     assert Tokenizer.from_directory(stories).encode("") == text_ids
 
 
@@ -127,6 +133,9 @@ def test_no_tokenizer_at_all(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
+        ("tokenizer.model", b"not a model at all", "not a sentencepiece model"),
+        ("tokenizer.model", b"", "not a sentencepiece model"),
+        ("tokenizer.model", None, "not a sentencepiece model"),  # cut short
         ("tokenizer_config.json", b"[1]", "not a JSON object"),
         ("tokenizer_config.json", b"\xff\xfe", "cannot be read as JSON"),
         ("tokenizer_config.json", b'{"eos_token": 3}', "eos_token must be a text"),
@@ -135,15 +144,20 @@ def test_no_tokenizer_at_all(tmp_path):
     ],
 )
 def test_damaged_file_is_named(stories, name, content, message):
-    (stories / name).write_bytes(content)
+    file = stories / name
+    file.write_bytes(file.read_bytes()[:-40] if content is None else content)
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.from_directory(stories)
 
 
-def test_another_form_of_tokenizer_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"in tokenizer\.model alone.*write tokenizer\.json"):
+def test_vocabulary_of_unknown_class_is_refused(tmp_path):
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(GOLDEN / "gpt2" / name, tmp_path)
+    with pytest.raises(CheckpointError, match="are not served"):
         Tokenizer.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    qwen = Tokenizer.from_directory(tmp_path)
+    assert len(qwen.encode("123")) == 3  # Qwen takes digits one by one
 
 
 def test_chat_template(stories):

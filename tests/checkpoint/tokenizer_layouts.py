@@ -1,12 +1,14 @@
 """Tokenizer directories in published layouts, for this library and transformers.
 
 `TABLE` has the files of well-known models, with the vocabularies of `tests/golden/tokenizers`.
-This module needs neither dms_jax nor transformers:
+`write_random` makes others from a seed. This module needs neither dms_jax nor transformers:
 `tests/golden/make_layouts.py` writes the same directories and records what transformers reads.
 """
 
 import json
 import pathlib
+import random
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ CHATML = (
     "{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "Hello"}]
+RANDOM_LAYOUTS = 500
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
@@ -55,13 +58,8 @@ def ends(tokens: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
 
 def vocabulary(kind: str) -> dict[str, int]:
     """A byte vocabulary with consecutive ids."""
-    ids = model(kind)["vocab"]
+    ids = json.loads((GOLDEN / kind / "vocab.json").read_text())
     return {text: place for place, text in enumerate(sorted(ids, key=ids.__getitem__))}
-
-
-def model(kind: str) -> dict[str, Any]:
-    """Vocabulary and merges of a golden byte-level tokenizer."""
-    return json.loads((GOLDEN / kind / "tokenizer.json").read_text())["model"]
 
 
 def size(kind: str) -> int:
@@ -70,7 +68,8 @@ def size(kind: str) -> int:
 
 
 def fast(kind: str, added: Sequence[tuple[int, str]] = (), **parts: Any) -> dict[str, Any]:
-    """A tokenizer.json with a byte vocabulary and special tokens."""
+    """A tokenizer.json made of vocab.json and merges.txt, with special tokens."""
+    lines = (GOLDEN / kind / "merges.txt").read_text().split("\n")
     return {
         "version": "1.0",
         "truncation": None,
@@ -99,7 +98,7 @@ def fast(kind: str, added: Sequence[tuple[int, str]] = (), **parts: Any) -> dict
             "fuse_unk": False,
             "byte_fallback": False,
             "vocab": vocabulary(kind),
-            "merges": [" ".join(pair) for pair in model(kind)["merges"]],
+            "merges": [line for line in lines if line and not line.startswith("#version")],
         },
     } | parts
 
@@ -116,87 +115,211 @@ _QWEN = _after("qwen2", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object
 _LLAMA3 = _after("gpt2", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 _DEEPSEEK = _after("gpt2", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\uff5c>")
 _SMOL = [(index, text) for index, (_, text) in enumerate(_QWEN[:3])]
+_MISTRAL_PIECES = 817
 
-# Name: files, written as JSON or text.
-TABLE: dict[str, dict[str, Any]] = {
-    "llama 3": {
-        "tokenizer.json": fast("gpt2", _LLAMA3, post_processor=begins(_LLAMA3[0][1], size("gpt2"))),
-        "tokenizer_config.json": _decoder(_LLAMA3)
-        | {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
-            "chat_template": "{{ bos_token }}{{ messages[0].content }}<|eot_id|>",
+# Name: (files copied from a golden vocabulary, files written as JSON or text).
+TABLE: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "gpt2 of 2019": (
+        ["gpt2/vocab.json", "gpt2/merges.txt"],
+        {"config.json": {"model_type": "gpt2"}},
+    ),
+    "qwen2.5 without tokenizer.json": (
+        ["qwen2/vocab.json", "qwen2/merges.txt"],
+        {
+            "tokenizer_config.json": _decoder(_QWEN)
+            | {
+                "tokenizer_class": "Qwen2Tokenizer",
+                "add_bos_token": False,
+                "add_prefix_space": False,
+                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+                "bos_token": None,
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>",
+                "unk_token": None,
+                "split_special_tokens": False,
+                "chat_template": CHATML,
+            }
         },
-        "special_tokens_map.json": {
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
+    ),
+    "qwen1.5 as it is saved by the slow class": (
+        ["qwen2/vocab.json", "qwen2/merges.txt"],
+        {
+            "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None},
+            "added_tokens.json": {text: index for index, text in _QWEN[:3]},
+            "special_tokens_map.json": {
+                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+                "eos_token": "<|endoftext|>",
+                "pad_token": "<|endoftext|>",
+            },
         },
-    },
-    "deepseek's distilled qwen": {
-        "tokenizer.json": fast(
-            "gpt2", _DEEPSEEK, post_processor=begins(_DEEPSEEK[0][1], size("gpt2"))
-        ),
-        "tokenizer_config.json": {
-            "tokenizer_class": "LlamaTokenizerFast",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "bos_token": token(_DEEPSEEK[0][1], normalized=True),
-            "eos_token": token(_DEEPSEEK[1][1], normalized=True),
-            "pad_token": token(_DEEPSEEK[1][1], normalized=True),
-            "unk_token": None,
-            "legacy": True,
+    ),
+    "openhermes: mistral with turns": (
+        ["mistral/tokenizer.model"],
+        {
+            "tokenizer_config.json": {
+                "tokenizer_class": "LlamaTokenizer",
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "bos_token": "<s>",
+                "eos_token": "<|im_end|>",
+                "unk_token": "<unk>",
+                "legacy": True,
+                "chat_template": CHATML,
+            },
+            "added_tokens.json": {
+                "<|im_end|>": _MISTRAL_PIECES,
+                "<|im_start|>": _MISTRAL_PIECES + 1,
+            },
+            "special_tokens_map.json": {
+                "bos_token": "<s>",
+                "eos_token": "<|im_end|>",
+                "unk_token": "<unk>",
+            },
         },
-    },
-    "a fine-tune whose turns are in the config alone": {
-        "tokenizer.json": fast("gpt2", _LLAMA3[:2]),
-        "tokenizer_config.json": _decoder(_LLAMA3)
-        | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>"},
-    },
-    "saved by transformers 5": {
-        "tokenizer.json": fast("qwen2", _QWEN),
-        "tokenizer_config.json": {
-            "backend": "tokenizers",
-            "tokenizer_class": "TokenizersBackend",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
-            "is_local": True,
+    ),
+    "llama 2 before added_tokens_decoder": (
+        ["mistral/tokenizer.model"],
+        {
+            "tokenizer_config.json": {
+                "tokenizer_class": "LlamaTokenizer",
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "bos_token": token("<s>", normalized=True),
+                "eos_token": token("</s>", normalized=True),
+                "unk_token": token("<unk>", normalized=True),
+                "pad_token": None,
+                "legacy": True,
+            },
+            "special_tokens_map.json": {
+                name: {k: v for k, v in token(text, normalized=True).items() if k != "__type"}
+                for name, text in (
+                    ("bos_token", "<s>"),
+                    ("eos_token", "</s>"),
+                    ("unk_token", "<unk>"),
+                )
+            },
         },
-        "chat_template.jinja": CHATML,
-    },
-    "smollm2": {
-        "tokenizer.json": fast("gpt2", _after("gpt2", *(text for _, text in _SMOL))),
-        "tokenizer_config.json": _decoder(_after("gpt2", *(text for _, text in _SMOL)))
-        | {
-            "tokenizer_class": "GPT2Tokenizer",
-            "add_prefix_space": False,
-            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-            "bos_token": "<|im_start|>",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|im_end|>",
-            "unk_token": "<|endoftext|>",
-            "chat_template": CHATML,
+    ),
+    "vicuna: a padding token of its own": (
+        ["mistral/tokenizer.model"],
+        {
+            "tokenizer_config.json": {
+                "tokenizer_class": "LlamaTokenizer",
+                "add_bos_token": True,
+                "bos_token": token("<s>"),
+                "eos_token": token("</s>"),
+                "unk_token": token("<unk>"),
+                "legacy": True,
+            },
+            "added_tokens.json": {"<pad>": _MISTRAL_PIECES},
+            "special_tokens_map.json": {"pad_token": "<pad>"},
         },
-    },
-    "an embedding model: texts end in a token": {
-        "tokenizer.json": fast(
-            "qwen2", _QWEN, post_processor=ends({"back": ("<|endoftext|>", _QWEN[0][0])})
-        ),
-        "tokenizer_config.json": _decoder(_QWEN)
-        | {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
+    ),
+    "llama 3": (
+        [],
+        {
+            "tokenizer.json": fast(
+                "gpt2", _LLAMA3, post_processor=begins(_LLAMA3[0][1], size("gpt2"))
+            ),
+            "tokenizer_config.json": _decoder(_LLAMA3)
+            | {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<|begin_of_text|>",
+                "eos_token": "<|eot_id|>",
+                "chat_template": "{{ bos_token }}{{ messages[0].content }}<|eot_id|>",
+            },
+            "special_tokens_map.json": {
+                "bos_token": "<|begin_of_text|>",
+                "eos_token": "<|eot_id|>",
+            },
         },
-    },
+    ),
+    "deepseek's distilled qwen": (
+        [],
+        {
+            "tokenizer.json": fast(
+                "gpt2", _DEEPSEEK, post_processor=begins(_DEEPSEEK[0][1], size("gpt2"))
+            ),
+            "tokenizer_config.json": {
+                "tokenizer_class": "LlamaTokenizerFast",
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "bos_token": token(_DEEPSEEK[0][1], normalized=True),
+                "eos_token": token(_DEEPSEEK[1][1], normalized=True),
+                "pad_token": token(_DEEPSEEK[1][1], normalized=True),
+                "unk_token": None,
+                "legacy": True,
+            },
+        },
+    ),
+    "a fine-tune whose turns are in the config alone": (
+        [],
+        {
+            "tokenizer.json": fast("gpt2", _LLAMA3[:2]),
+            "tokenizer_config.json": _decoder(_LLAMA3)
+            | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>"},
+        },
+    ),
+    "saved by transformers 5": (
+        [],
+        {
+            "tokenizer.json": fast("qwen2", _QWEN),
+            "tokenizer_config.json": {
+                "backend": "tokenizers",
+                "tokenizer_class": "TokenizersBackend",
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>",
+                "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
+                "is_local": True,
+            },
+            "chat_template.jinja": CHATML,
+        },
+    ),
+    "smollm2": (
+        [],
+        {
+            "tokenizer.json": fast("gpt2", _after("gpt2", *(text for _, text in _SMOL))),
+            "tokenizer_config.json": _decoder(_after("gpt2", *(text for _, text in _SMOL)))
+            | {
+                "tokenizer_class": "GPT2Tokenizer",
+                "add_prefix_space": False,
+                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+                "bos_token": "<|im_start|>",
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|im_end|>",
+                "unk_token": "<|endoftext|>",
+                "chat_template": CHATML,
+            },
+        },
+    ),
+    "an embedding model: texts end in a token": (
+        [],
+        {
+            "tokenizer.json": fast(
+                "qwen2", _QWEN, post_processor=ends({"back": ("<|endoftext|>", _QWEN[0][0])})
+            ),
+            "tokenizer_config.json": _decoder(_QWEN)
+            | {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"},
+        },
+    ),
+    "no tokenizer_config.json": (
+        [],
+        {"tokenizer.json": fast("qwen2", _QWEN), "config.json": {"model_type": "qwen2"}},
+    ),
 }
 
 
-def write(directory: pathlib.Path, written: Mapping[str, Any]) -> None:
+def write(directory: pathlib.Path, copied: list[str], written: Mapping[str, Any]) -> None:
     """Write the files of a layout."""
     directory.mkdir(parents=True, exist_ok=True)
+    for name in copied:
+        kind, file = name.split("/")
+        if file == "vocab.json":
+            (directory / file).write_text(json.dumps(vocabulary(kind)), encoding="utf-8")
+        else:
+            shutil.copy(GOLDEN / name, directory)
     for name, content in written.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         text = content if isinstance(content, str) else json.dumps(content)
         (directory / name).write_text(text, encoding="utf-8")
 
@@ -220,8 +343,122 @@ def texts(written: Mapping[str, Any]) -> list[str]:
     for name, content in written.items():
         if name == "tokenizer.json":
             collect(content["added_tokens"])
+        elif name == "added_tokens.json":
+            declared.extend(content)
         elif name != "config.json":
             collect(content)
     spelled = list(dict.fromkeys(declared))
     plain = ["Hello world", "a  b"]
     return plain + [f"Hello{text}a {text} b" for text in spelled] + ["".join(spelled)]
+
+
+def random_layout(seed: int) -> tuple[list[str], dict[str, Any]]:
+    """A layout drawn from a seed: its files and their declarations."""
+    draw = random.Random(seed)
+    some = draw.random
+    kind = draw.choice(["gpt2", "qwen2", "mistral", "fast gpt2", "fast qwen2", "fast gpt2"])
+    pool = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "[PAD]",
+        "<s>",
+        "</s>",
+        "<tool>",
+        "<unk>",
+    ]
+    draw.shuffle(pool)
+    base = kind.removeprefix("fast ")
+    first = _MISTRAL_PIECES if base == "mistral" else size(base)
+    if base == "mistral":
+        pool = [text for text in pool if text not in ("<s>", "</s>", "<unk>")]
+    numbered = list(enumerate(pool, start=first))
+    held = draw.randint(0, 4)  # tokens that tokenizer.json has
+    written: dict[str, Any] = {}
+    copied = []
+    if kind.startswith("fast"):
+        added = numbered[:held]
+        post = None
+        if added and some() < 0.4:
+            index, text = draw.choice(added)
+            post = ends({draw.choice(["front", "back"]): (text, index)})
+        written["tokenizer.json"] = fast(base, added, post_processor=post)
+        for each in written["tokenizer.json"]["added_tokens"]:
+            each["special"] = some() < 0.8
+            each["lstrip"] = some() < 0.1
+    elif base == "mistral":
+        copied, held = ["mistral/tokenizer.model"], 0
+    else:
+        copied, held = [f"{base}/vocab.json", f"{base}/merges.txt"], 0
+    config: dict[str, Any] = {}
+    classes = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "mistral": "LlamaTokenizer"}
+    if kind.startswith("fast") and some() < 0.6:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    elif some() < 0.8:
+        config["tokenizer_class"] = classes[base] + draw.choice(["", "Fast"])
+    else:
+        family = {"gpt2": "gpt2", "qwen2": "qwen2", "mistral": "llama"}[base]
+        written["config.json"] = {"model_type": family}
+    decoder = held + draw.randint(0, 3) if some() < 0.5 else None
+    known = pool[: decoder or held]
+    if decoder is not None:
+        config["added_tokens_decoder"] = {
+            str(index): entry(text, special=some() < 0.8, rstrip=some() < 0.1)
+            for index, text in numbered[:decoder]
+        }
+    elif some() < 0.4:
+        more = numbered[held : held + draw.randint(1, 3)]
+        written["added_tokens.json"] = {text: index for index, text in more}
+        known = pool[: held + len(more)]
+    pieces = ["<s>", "</s>"] if base == "mistral" else []
+
+    def named(where: dict[str, Any], chance: float) -> None:
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            if base == "mistral" and name != "pad_token":
+                continue  # sentencepiece's own
+            if some() < chance:
+                choice = draw.choice([*known, *pieces] or pool[:1])
+                where[name] = choice if some() < 0.6 else token(choice, normalized=some() < 0.3)
+            elif some() < 0.1:
+                where[name] = None
+        if some() < 0.4:
+            chosen = [text for text in pool[:5] if some() < 0.5]
+            where["additional_special_tokens"] = chosen
+
+    named(config, 0.5)
+    if some() < 0.2:
+        config["image_token"] = draw.choice(pool)
+    if some() < 0.3:
+        config["add_bos_token"] = some() < 0.5
+    if some() < 0.3:
+        config["add_eos_token"] = some() < 0.5
+    if some() < 0.05 and base != "mistral":
+        config["split_special_tokens"] = True
+    if some() < 0.3:
+        listed: dict[str, Any] = {}
+        named(listed, 0.5)
+        written["special_tokens_map.json"] = {
+            name: {k: v for k, v in value.items() if k != "__type"}
+            if isinstance(value, dict)
+            else value
+            for name, value in listed.items()
+            if value is not None
+        }
+    place = some()
+    if place < 0.2:
+        config["chat_template"] = CHATML
+    elif place < 0.3:
+        config["chat_template"] = [
+            {"name": "default", "template": CHATML},
+            {"name": "tool_use", "template": "tools"},
+        ]
+    elif place < 0.5:
+        written["chat_template.jinja"] = CHATML
+        if some() < 0.5:
+            config["chat_template"] = "of the config"
+    elif place < 0.6:
+        written["chat_template.jinja"] = CHATML
+        written["additional_chat_templates/rag.jinja"] = "documents"
+    if "config.json" not in written or some() < 0.8:
+        written["tokenizer_config.json"] = config
+    return copied, written

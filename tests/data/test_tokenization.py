@@ -142,7 +142,7 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK", 200)
 
 
-@pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
 @pytest.mark.parametrize("breaks", ["lines", "words"])
 def test_chunks_equal_the_whole(short_chunks, encoded_sizes, name, breaks):
     text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"

@@ -2,7 +2,7 @@
 
     python tests/golden/make_layouts.py NAME.json
 
-Needs transformers (no PyTorch). Versions 4 and 5 differ in places, so
+Needs transformers (no PyTorch), sentencepiece and protobuf. Versions 4 and 5 differ in places, so
 the file is made with each: `layouts_4.json` (4.57) and `layouts_5.json` (5.24).
 """
 
@@ -27,8 +27,13 @@ HERE = pathlib.Path(__file__).parent / "tokenizers"
 
 def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
     """What transformers makes of a directory."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory))
+    # sentencepiece, which only version 4 runs, is the reference for sentencepiece models.
+    pieces = (directory / "tokenizer.model").exists()
+    kind = transformers.LlamaTokenizer if pieces else transformers.AutoTokenizer
+    tokenizer = kind.from_pretrained(str(directory))
     template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
     plain = tokenizer("Hello world", add_special_tokens=False)["input_ids"]
     whole = tokenizer("Hello world")["input_ids"]
     prompt = next(
@@ -43,7 +48,7 @@ def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
         },
         "begins": prompt,
         "ids": ids,
-        "decoded": tokenizer.decode(ids[-1], skip_special_tokens=True),
+        "decoded": None if pieces else tokenizer.decode(ids[-1], skip_special_tokens=True),
         "chat": None
         if template is None
         else tokenizer.apply_chat_template(
@@ -52,23 +57,27 @@ def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
     }
 
 
-def record(written: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a layout."""
+def record(copied: list[str], written: dict[str, Any]) -> dict[str, Any]:
+    """What transformers makes of a layout, or that it refuses it."""
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         directory = pathlib.Path(place) / "model"
-        layouts.write(directory, written)
-        with contextlib.redirect_stderr(io.StringIO()):
-            return read(directory, layouts.texts(written))
+        layouts.write(directory, copied, written)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return read(directory, layouts.texts(written))
+        except Exception as error:  # whatever it raises
+            return {"error": f"{type(error).__name__}: {error}"[:60]}
 
 
 def main() -> None:
-    """Record the table."""
+    """Record the table and the random layouts."""
     transformers.utils.logging.set_verbosity_error()
     logging.disable(logging.ERROR)
     found = {
         "transformers": transformers.__version__,
-        "table": {name: record(layout) for name, layout in layouts.TABLE.items()},
+        "table": {name: record(*layout) for name, layout in layouts.TABLE.items()},
+        "random": [record(*layouts.random_layout(seed)) for seed in range(layouts.RANDOM_LAYOUTS)],
     }
     text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
     (HERE / sys.argv[1]).write_text(text + "\n", encoding="utf-8")

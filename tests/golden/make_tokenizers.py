@@ -10,28 +10,17 @@ stories260K) and llama.cpp's test vectors (ggml-vocab-*.gguf.inp and .out).
 A merge or piece that is no substring of any text cannot take part in encoding it, so leaving it out
 changes nothing. Byte-level vocabularies keep their ids, and the expected ids are llama.cpp's;
 sentencepiece models are numbered by position, so the expected ids are sentencepiece's own for the
-smaller model, after a check that its pieces are those of the whole one. `tokenizer.json` has the
-vocabulary in the form of the tokenizers library, `pieces.json` the pieces, scores and types of a
-sentencepiece model.
+smaller model, after a check that its pieces are those of the whole one.
 """
 
 import argparse
 import io
 import json
 import pathlib
-import sys
-import tempfile
 import unicodedata
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
-
-import numpy as np
 import sentencepiece
-from gguf import GGMLQuantizationType
 from sentencepiece import sentencepiece_model_pb2
-
-from dms_jax.checkpoint.gguf import GgufFiles, read_tokenizer
-from tests.checkpoint import gguf_files
 
 HERE = pathlib.Path(__file__).parent / "tokenizers"
 EXTRA = [
@@ -63,7 +52,7 @@ def vectors(folder: pathlib.Path, name: str) -> list[tuple[str, list[int]]]:
 
 
 def cut_byte_level(
-    out: str, vocabulary: pathlib.Path, merges: pathlib.Path, pre: str, expected: list
+    out: str, vocabulary: pathlib.Path, merges: pathlib.Path, config: dict, expected: list
 ) -> None:
     letters = byte_letters()
     forms = [form for text, _ in expected for form in (text, unicodedata.normalize("NFC", text))]
@@ -74,26 +63,13 @@ def cut_byte_level(
     for line in kept:
         used |= {*line.split(" "), "".join(line.split(" "))}
     whole = json.loads(vocabulary.read_text())
-    small = {index: token for token, index in whole.items() if token in used}
-    tokens = [small.get(index, f"[PAD{index}]") for index in range(max(small) + 1)]
-    types = [1 if index in small else 5 for index in range(len(tokens))]
-    entries = dict(model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=kept)
-    write_tokenizer(out, entries, expected)
-
-
-def write_tokenizer(out: str, entries: dict, expected: list) -> None:
-    """Writes what the library makes of a vocabulary, and the ids of the reference."""
     folder = HERE / out
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        path = pathlib.Path(place, "vocab.gguf")
-        metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
-        tensor = (np.ones(2, np.float32), GGMLQuantizationType.F32)
-        gguf_files.write(path, "llama", metadata, {"a": tensor})
-        tokenizer, _ = read_tokenizer(GgufFiles(path), 10**6)
-    tokenizer.save(folder)
-    rows = [json.dumps([text, ids]) for text, ids in expected]
-    (folder / "expected.json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
+    small = {token: index for token, index in whole.items() if token in used}
+    (folder / "vocab.json").write_text(json.dumps(small, ensure_ascii=False))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *kept]) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_expected(folder, expected)
 
 
 def cut_sentencepiece(out: str, source: pathlib.Path, texts: list[str]) -> None:
@@ -112,27 +88,15 @@ def cut_sentencepiece(out: str, source: pathlib.Path, texts: list[str]) -> None:
     for text in texts:
         if small.encode(text, out_type=str) != whole.encode(text, out_type=str):
             raise SystemExit(f"{out}: {text!r} is cut differently by the smaller model")
-    write_pieces(out, model, [(text, small.encode(text)) for text in texts])
+    folder = HERE / out
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(data)
+    write_expected(folder, [(text, small.encode(text)) for text in texts])
 
 
-def write_pieces(
-    out: str, model: sentencepiece_model_pb2.ModelProto, expected: list[tuple[str, list[int]]]
-) -> None:
-    normalizer = model.normalizer_spec
-    settings = dict(
-        add_space_prefix=normalizer.add_dummy_prefix,
-        remove_extra_whitespaces=normalizer.remove_extra_whitespaces,
-    )
-    pieces = [[each.piece, each.score, each.type] for each in model.pieces]
-    tokens, scores, types = zip(*pieces, strict=True)
-    entries = dict(model="llama", tokens=[*tokens], scores=[*scores], token_type=[*types])
-    entries |= settings | dict(bos_token_id=1, eos_token_id=2, add_bos_token=True)
-    write_tokenizer(out, entries, expected)
-    (HERE / out / "pieces.json").write_text(json.dumps(settings | {"pieces": pieces}) + "\n")
-
-
-# A byte-pair model like Gemma's: unchanged text, and runs of spaces, line breaks and tabs that are
-# pieces at any score.
+# A unigram model with a character map (NFKC), and a byte-pair model like Gemma's: unchanged text,
+# and runs of spaces, line breaks and tabs that are pieces at any score.
+UNIGRAM = dict(vocab_size=500, model_type="unigram")
 GEMMA = dict(
     vocab_size=600,
     model_type="bpe",
@@ -161,9 +125,15 @@ def train(out: str, corpus: pathlib.Path, texts: list[str], options: dict) -> No
         **options,
     )
     model = sentencepiece.SentencePieceProcessor(model_proto=data.getvalue())
-    pieces = sentencepiece_model_pb2.ModelProto()
-    pieces.ParseFromString(data.getvalue())
-    write_pieces(out, pieces, [(text, model.encode(text)) for text in texts])
+    folder = HERE / out
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(data.getvalue())
+    write_expected(folder, [(text, model.encode(text)) for text in texts])
+
+
+def write_expected(folder: pathlib.Path, expected: list) -> None:
+    rows = [json.dumps([text, ids]) for text, ids in expected]
+    (folder / "expected.json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 def main() -> None:
@@ -176,20 +146,21 @@ def main() -> None:
         "qwen2",
         paths.qwen / "vocab.json",
         paths.qwen / "merges.txt",
-        "qwen2",
+        {"tokenizer_class": "Qwen2Tokenizer"},
         qwen,
     )
     cut_byte_level(
         "gpt2",
         paths.gpt2 / "encoder.json",
         paths.gpt2 / "vocab.bpe",
-        "gpt-2",
+        {"tokenizer_class": "GPT2Tokenizer"},
         vectors(paths.vectors, "gpt-2"),
     )
     texts = [text for text, _ in qwen] + EXTRA
     cut_sentencepiece("mistral", paths.mistral, texts)
     cut_sentencepiece("stories260k", paths.stories, texts)
     corpus = HERE.parents[2] / "dms_jax" / "assets" / "tinystories" / "valid.txt"
+    train("unigram", corpus, texts, UNIGRAM)
     turns = [
         "<start_of_turn>user\nHi  there<end_of_turn>\n",
         "<table>\t\t\t\tx</h1>",

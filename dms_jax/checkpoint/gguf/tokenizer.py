@@ -4,14 +4,9 @@
 named by `tokenizer.ggml.pre`; "llama" for a sentencepiece model, whose pieces are merged by score.
 Each token has a type, numbered as in sentencepiece. Some files give control tokens the type of
 text; `_Vocabulary` corrects that.
-
-Sentencepiece merges the adjacent pair whose concatenation is the piece of highest score, so each
-way to split a piece in two becomes a merge, ranked by the piece's score. A space becomes U+2581,
-one is prepended if the model asks for it, and text that no piece covers falls back to bytes.
 """
 
 import dataclasses
-import enum
 import re
 import warnings
 from typing import Any
@@ -19,19 +14,17 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from dms_jax.checkpoint import sentencepiece
+from dms_jax.checkpoint.backends import QWEN_WORDS, library_errors
 from dms_jax.checkpoint.gguf.file import GgufFiles
-from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends, library_errors
+from dms_jax.checkpoint.sentencepiece import PieceType
+from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends
 from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.language_model import GenerationDefaults
 
 _KEY = "tokenizer.ggml."
-_SPACE = "\u2581"
-_QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_WORDS = _QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # An upper-case letter after a lower-case one begins a word: hello|World.
 _CASED_WORDS = (
@@ -41,17 +34,6 @@ _CASED_WORDS = (
 )
 _TEKKEN_WORDS = _CASED_WORDS % ("", "", "")
 _O200K_WORDS = _CASED_WORDS % (*[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, "{1,3}")
-
-
-class PieceType(enum.IntEnum):
-    """The type of a token."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +56,7 @@ class _Words:
 _GPT2 = _Words((_GPT2_WORDS,))
 _DIGITS = _Words((r"\p{N}", _GPT2_WORDS))
 _LLAMA3 = _Words((_LLAMA3_WORDS,), whole=True, begin=True)
-_QWEN2 = _Words((_QWEN_WORDS,), nfc=True)
+_QWEN2 = _Words((QWEN_WORDS,), nfc=True)
 _WORDS = {
     "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,
@@ -337,7 +319,13 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     )
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    _add_tokens(backend, vocabulary)
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
+    added = [
+        AddedToken(token, special=kind in special, normalized=False)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in special or kind == PieceType.USER_DEFINED
+    ]
+    backend.add_tokens(added)
     return backend, words.begin
 
 
@@ -370,64 +358,21 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise CheckpointError(
             f"{vocabulary.name}: none of {_KEY}tokens is of the type for unknown text"
         )
-    prefixed = vocabulary.get("add_space_prefix", bool, True)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary.ids,
-            merges=_merges(vocabulary, scores),
-            unk_token=vocabulary.tokens[unknown],
-            fuse_unk=True,
+    return sentencepiece.build(
+        sentencepiece.SentencePieceModel(
+            pieces=tuple(vocabulary.tokens),
+            scores=tuple(scores),
+            types=tuple(vocabulary.types),
+            algorithm="bpe",
             byte_fallback=PieceType.BYTE in vocabulary.types,
+            unknown_id=unknown,
+            begin_id=-1,
+            end_id=-1,
+            character_map=b"",
+            add_dummy_prefix=vocabulary.get("add_space_prefix", bool, True),
+            remove_extra_whitespaces=vocabulary.get("remove_extra_whitespaces", bool, False),
         )
     )
-    steps: list[normalizers.Normalizer] = []
-    if vocabulary.get("remove_extra_whitespaces", bool, False):
-        # Only spaces: line breaks and tabs are ordinary characters here.
-        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if prefixed:
-        steps.append(normalizers.Prepend(_SPACE))
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefixed:
-        decoding.append(decoders.Strip(content=" ", left=1, right=0))
-    backend.decoder = decoders.Sequence(decoding)
-    # Runs of spaces (Gemma) are searched for in escaped text, longest first. A prepended space
-    # would come before each of them, too.
-    _add_tokens(backend, vocabulary, escaped=not prefixed)
-    return backend
-
-
-def _add_tokens(
-    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, *, escaped: bool = False
-) -> None:
-    """Add control and user-defined tokens; `escaped`: the latter are found in normalized text."""
-    special = (PieceType.CONTROL, PieceType.UNKNOWN)
-    added = [
-        AddedToken(
-            token,
-            special=kind in special,
-            normalized=escaped and kind == PieceType.USER_DEFINED,
-        )
-        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-        if kind in special or kind == PieceType.USER_DEFINED
-    ]
-    backend.add_tokens(added)  # in one call: each call rebuilds the search structure
-
-
-def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """All ways to split a piece into two pieces, best score first."""
-    usable = (PieceType.NORMAL, PieceType.USER_DEFINED)
-    ids = {
-        piece: index for piece, index in vocabulary.ids.items() if vocabulary.types[index] in usable
-    }
-    ranked = []
-    for piece, index in ids.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in ids and right in ids:
-                ranked.append(((-scores[index], index, ids[left], ids[right]), (left, right)))
-    return [pair for _, pair in sorted(ranked)]
 
 
 def _end_tokens(vocabulary: _Vocabulary, end: int | None) -> tuple[int, ...]:

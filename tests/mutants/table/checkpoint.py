@@ -16,10 +16,10 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizers: runs of spaces are looked for in text that is not escaped",
-        FOLDER + "gguf/tokenizer.py",
-        "escaped=not prefixed",
-        "escaped=False",
-        ("tests/checkpoint/test_gguf_tokenizers.py",),
+        FOLDER + "sentencepiece.py",
+        "escaped = not model.add_dummy_prefix",
+        "escaped = False",
+        ("tests/checkpoint/test_tokenizer.py::test_ids_are_those_of_the_reference",),
     ),
     Mutant(
         "adapter: only the shape of a base is compared",
@@ -36,10 +36,10 @@ MUTANTS = [
         (f"{ADAPTER}::test_retrofit_of_frozen_weights_and_of_all",),
     ),
     Mutant(
-        "tokens: those of added_tokens_decoder are not added",
+        "tokens: added_tokens.json is not read",
         FOLDER + "added_tokens.py",
-        "    _add_numbered(backend, _numbered(config), special)\n",
-        "",
+        '    if given is None:\n        name = "added_tokens.json"',
+        '    if False:\n        name = "added_tokens.json"',
         ("tests/checkpoint/test_layouts.py::test_well_known_layouts",),
     ),
     Mutant(
