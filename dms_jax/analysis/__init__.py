@@ -1,4 +1,4 @@
-"""Analysis of policies: the tokens that heads keep, and the figure of `hyperscale`."""
+"""Analysis of policies: tokens that heads keep, the papers' latency model, `hyperscale`'s figure."""
 
 from dms_jax.analysis.retention import NEVER, Retention, retention
 

@@ -53,6 +53,13 @@ MUTANTS = [
         (SANDBOX,),
     ),
     Mutant(
+        "analysis: key projections are read and value projections are not",
+        "dms_jax/analysis/latency.py",
+        "heads = 2 * config.num_heads + 2 * config.num_kv_heads",
+        "heads = 2 * config.num_heads + config.num_kv_heads",
+        ("tests/analysis/test_latency.py",),
+    ),
+    Mutant(
         "chat: thoughts stay in the cache for the next turn",
         "dms_jax/command_line/chat.py",
         "if read.text != completion.text:",
