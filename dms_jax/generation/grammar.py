@@ -136,10 +136,11 @@ class Matcher:
 
     Args:
       compiled: a matcher of llguidance at the beginning of the answer.
+      end_tokens: token ids that end an answer.
     """
 
-    def __init__(self, compiled: Any):
-        self.compiled = compiled
+    def __init__(self, compiled: Any, end_tokens: Iterable[int]):
+        self.compiled, self._end_tokens = compiled, tuple(end_tokens)
 
     def restart(self, tokens: list[int]) -> None:
         """Starts over, and consumes the first tokens of the answer."""
@@ -173,6 +174,9 @@ class Matcher:
     def fill(self, mask: Int[np.ndarray, " words"]) -> None:
         """Writes the mask of the tokens that may come next; see `Filter.allowed`."""
         self.compiled.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if not self.may_end:  # llguidance allows an end token that a tokenizer calls ordinary text
+            for token in self._end_tokens:
+                mask.view(np.uint32)[token // BITS] &= ~np.uint32(1 << token % BITS)
 
 
 class OpeningMatcher:
@@ -246,7 +250,8 @@ def make_matchers(model: LanguageModel, requests: Iterable[Any]) -> None:
             request.matcher = OpeningMatcher(grammar)
         else:
             check_model(model)
-            request.matcher = Matcher(_compiled(_tokens(model), grammar.source))
+            compiled = _compiled(_tokens(model), grammar.source)
+            request.matcher = Matcher(compiled, model.generation.eos_token_ids)
 
 
 def _check_ends(model: LanguageModel, opening: Opening) -> None:

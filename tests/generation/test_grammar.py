@@ -22,6 +22,7 @@ from dms_jax.generation.grammar import Grammar, GrammarError, Matcher, masks_of
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError
 from dms_jax.generation.sampling import LanesFilter, sample
+from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies.values import CacheShape
 from tests.generation.support import (
     MECHANISMS,
@@ -345,6 +346,16 @@ def test_missing_llguidance_names_extra(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'dms-jax\[grammar\]'"):
         Grammar.regex("a")
     assert not grammar.is_served(stories())
+
+
+@pytest.mark.usefixtures("fakes")
+def test_end_token_that_is_a_word_ends_no_unfinished_answer():
+    ends = tuple(range(259, 355))  # most of the words that the fakes draw
+    model = dataclasses.replace(stories(), generation=GenerationDefaults(eos_token_ids=ends))
+    engine = Engine(model, num_lanes=2, max_tokens=64, page_size=16, chunk=4, prefill_chunk=16)
+    sampling = Sampling(max_new_tokens=40, grammar=Grammar.regex("[ -~]{30}"), seed=(1, 2))
+    for each in engine.generate(PROMPTS[:2], sampling=sampling):
+        assert re.fullmatch("[ -~]{30}" if each.finish_reason == "end" else "[ -~]*", each.text)
 
 
 def test_opening_forces_its_tokens():
