@@ -144,7 +144,7 @@ def _written_by_first(target: pathlib.Path, tensors: Tensors) -> Iterator[bool]:
         problem.__cause__ = error
     except BaseException as error:
         problem = error
-    for _ in tensors:  # gather the rest, for which the other processes wait
+    for _ in tensors:  # after an error: all processes take part in every gather
         pass
     agreement.first_done(problem)
     if problem is not None:

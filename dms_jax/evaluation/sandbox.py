@@ -22,8 +22,7 @@ x86-64 or aarch64, without privileges. If one is missing, the sandbox refuses to
 The sandbox protects the machine, not the score. HumanEval's tests are code and run in the process
 of the answer, as in the original, so malicious code can deceive them. Exiting early is a failure.
 
-It stays in the library, in place of a container or a package of its own: HumanEval needs it, and
-Colab has no containers.
+It is part of the library because HumanEval needs it and Colab has no containers.
 """
 
 import dataclasses

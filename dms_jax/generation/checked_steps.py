@@ -84,7 +84,7 @@ class _Step:
 
 
 class CheckedSteps:
-    """A chunk of steps of which some lanes have a grammar or an opening; see the module docstring.
+    """A chunk of decode steps in which some lanes have a grammar or an opening.
 
     Args:
       runner: the runner; pages must be reserved.

@@ -828,7 +828,7 @@ def redraw(
     Args:
       transformer: the weights, without layers.
       source: what the tokens were drawn from.
-      tokens: the newest tokens, of which those of the lanes are replaced.
+      tokens: the newest tokens of all lanes.
       lanes: the lanes; a number beyond the last lane is ignored.
       masks: see `Filter.allowed`.
       seeds, rule: as in `decode`.

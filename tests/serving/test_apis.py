@@ -668,7 +668,7 @@ def test_fields_of_other_endpoints_are_refused(path):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_ignored_and_neutral_fields_are_accepted(path):
-    """Those that clients send, some of which resemble a supported field (`speed` and `seed`)."""
+    """Fields that clients send, also if they resemble a supported one: `speed` and `seed`."""
     ignored = dict.fromkeys(IGNORED - {*TABLES[path].served}, "x")
     neutral = dict(logprobs=False, n=1, num_beams=1, repetition_penalty=1.0, tools=[], stop=[])
     neutral |= dict(truncation="disabled", parallel_tool_calls=True, reasoning=None)
