@@ -290,12 +290,14 @@ class _Calls:
 
     def host_pages(self) -> list[_Call]:
         """Returns the programs that move pages to the host and back."""
-        cache, pages = self.runner.cache, self.runner.block_of(np.zeros(0, np.int32))
-        block = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.runner.page_block())
-        return [
-            (programs.read_pages, (cache, pages)),
-            (programs.write_pages, (cache, pages, block)),
-        ]
+        cache, calls = self.runner.cache, list[_Call]()
+        for size in self.runner.prefixes.host_blocks:
+            pages = np.zeros(size, np.int32)
+            stored = cache.pool, cache.page_state
+            block = jax.tree.map(lambda x, n=size: np.zeros((n, *x.shape[1:]), x.dtype), stored)
+            calls.append((programs.read_pages, (cache, pages)))
+            calls.append((programs.write_pages, (cache, pages, block)))
+        return calls
 
 
 def _compile(runner: Runner, calls: Iterable[_Call]) -> int:

@@ -52,11 +52,10 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
-from dms_jax.cache.host_pages import NO_PAGE, HostPages
+from dms_jax.cache.host_pages import NO_PAGE, HostPages, block_sizes, to_device, to_host
 from dms_jax.errors import ConfigError
 from dms_jax.generation.prefix_tree import Node, PrefixTree
 
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 # second, so copies take a twentieth of the time at most. Without a limit 256 prompts of 8,192
 # tokens took 43 s instead of 16 (1.5B, vanilla): the pool was full of other prompts' prefixes, 60
 # GB, and each was copied to the host only to be dropped there for the next one.
-TO_HOST, TO_HOST_AT_ONCE = 1e8, 2.0**30
+TO_HOST, TO_HOST_AT_ONCE = 1e9, 2.0**30
 
 
 @dataclasses.dataclass(eq=False)
@@ -160,7 +159,6 @@ class Prefixes:
         # there.
         self._continued: dict[int, tuple[int, bool]] = {}
         self._pinned: PrefixState | None = None
-        self._leaving: list[PrefixState] = []  # their rows are being copied to the host
         if self._host is not None:
             self._host.clear()
         if not self._on_mesh:
@@ -356,7 +354,7 @@ class Prefixes:
         else:
             self._touch(state)
             self._copy_to(lane, state)
-        self._runner.load_lane(lane, lengths, count, state.rows)
+        self._runner.load_lane(lane, lengths, count, to_device(state.rows))
         self._continued[lane] = count, state.ended
         request.meter.read_before(int(lengths.sum()))
         return count
@@ -410,8 +408,8 @@ class Prefixes:
     def _write(self, slots: Int[np.ndarray, " n"], pages: Int[np.ndarray, " n"]) -> None:
         """Copies pages of host memory to pages of the pool."""
         assert self._host is not None
-        for which, block in self._host.read(slots):
-            self._runner.write_pages(pages[which], block)
+        for targets, block in self._host.read(slots, pages):
+            self._runner.write_pages(targets, block)
 
     def _first_pages(self, state: PrefixState, count: int) -> Int[np.ndarray, "L K m"]:
         """Returns the pages of the first `count` tokens of a state whose rows are all equal."""
@@ -547,7 +545,8 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
-        if host is not None and self._may_copy_now(size := host.bytes_of(state.pages)):
+        free = host is not None and not host.is_busy
+        if free and self._may_copy_now(size := host.bytes_of(state.pages)):
             slots = host.add(state.pages, self._runner.read_pages, self._make_room)
             if slots is None:  # nothing is copied
                 self._may_copy += size
@@ -556,10 +555,7 @@ class Prefixes:
             return
         state.node.set_state(state)
         state.pages, self._on_host[state] = slots, None
-        for leaf in jax.tree.leaves(state.rows):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
-        self._leaving = [each for each in self._leaving if not _arrived(each)] + [state]
+        state.rows = to_host(state.rows)
 
     def _may_copy_now(self, size: int) -> bool:
         """Whether `size` bytes may be copied to the host now; counts them if so.
@@ -576,11 +572,22 @@ class Prefixes:
 
     def _host_pages(self) -> HostPages | None:
         """Returns the pool of host pages, created on first use; None without one."""
-        num_pages = self._host_bytes // self._runner.page_bytes
-        if self._host is None and num_pages and self._runner.host is None:
-            block = self._runner.page_block()
-            self._host = HostPages(block, num_pages, self._allocator.pages_per_shard)
+        if self._host is None and self.host_blocks:
+            self._host = HostPages(*self._host_pool)
         return self._host
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]:
+        """Sizes of the blocks of pages in which states move to host memory; none if they do not."""
+        num_pages, *_ = self._host_pool
+        moves = num_pages and self._runner.host is None
+        return block_sizes(*self._host_pool) if moves else ()
+
+    @property
+    def _host_pool(self) -> tuple[int, int, int]:
+        """The arguments of `HostPages`."""
+        page_bytes = self._runner.page_bytes
+        return self._host_bytes // page_bytes, page_bytes, self._allocator.pages_per_shard
 
     def _make_room(self) -> bool:
         """Drops the least recently used state in host memory."""
@@ -608,18 +615,10 @@ class Prefixes:
             self._on_host[state] = None
             return False
         self._write(slots[away], own)
+        state.rows = to_device(state.rows)
         pages[away] = own
         host.match(slots[away], own)
         host.drop(slots)
         state.pages = pages
         self._on_device[state] = None
         return True
-
-
-def _arrived(state: PrefixState) -> bool:
-    """Replaces a state's rows by their copy on the host; returns whether that has arrived."""
-    leaves = jax.tree.leaves(state.rows)
-    there = all(isinstance(leaf, np.ndarray) or leaf.is_ready() for leaf in leaves)
-    if there:
-        state.rows = jax.tree.map(np.asarray, state.rows)
-    return there

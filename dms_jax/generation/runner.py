@@ -54,7 +54,6 @@ from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
 BLOCK_BYTES = 2**27  # of pages copied at a time; held twice meanwhile
-HOST_BLOCK_BYTES = 2**24  # of pages copied to or from the host at a time
 CELLS = 2**13  # cells of the page table changed at a time; smaller tables are sent whole
 
 
@@ -724,21 +723,9 @@ class Runner:
             self.cache = programs.copy_pages(self.cache, pages[0])
 
     def read_pages(self, pages: Int[np.ndarray, " n"]) -> Any:
-        """Launches a copy of the contents of up to a block of pages; returns it on the device."""
-        return programs.read_pages(self.cache, self.block_of(pages))
+        """Launches a copy of the contents of pages; returns it on the device."""
+        return programs.read_pages(self.cache, pages)
 
     def write_pages(self, pages: Int[np.ndarray, " n"], contents: Any) -> None:
-        """Writes the contents of up to a block of pages, as `read_pages` returns them."""
-        self.cache = programs.write_pages(self.cache, self.block_of(pages), contents)
-
-    def page_block(self) -> Any:
-        """Returns the shapes of a block of pages on their way to the host, leaves [n, ...]."""
-        size = len(self.block_of(np.zeros(0, np.int32)))
-        stored = self.cache.pool, self.cache.page_state
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), stored)
-
-    def block_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, " b"]:
-        """Pads page numbers to a block of `read_pages`."""
-        allocator = self.reservation.allocator
-        size = min(max(1, HOST_BLOCK_BYTES // self.page_bytes), allocator.pages_per_shard)
-        return np.pad(pages, (0, size - len(pages)), constant_values=allocator.no_page)
+        """Writes the contents of pages, as `read_pages` returns them."""
+        self.cache = programs.write_pages(self.cache, pages, contents)

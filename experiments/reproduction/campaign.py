@@ -61,9 +61,11 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, calibrate_queries
+from experiments.reproduction import retrieval_lessons
 from experiments.reproduction.pieces import Piece, Results, chosen, do_pieces
 
 DMS = dms_jax.DMS(window=16, source="adapter")
+DMS_128 = dms_jax.DMS(window=128, source="adapter")
 PLAIN = "plain"
 REFERENCE = "dms-3.3:0"  # its measured peak is the budget of training-free rivals
 NEEDLES = ("niah_single_1", "niah_single_2")
@@ -105,6 +107,10 @@ class Config:
     """Tokens of a training sequence."""
     batch_size: int = 16
     """Sequences of an optimizer step."""
+    retrieval_problems: int = 900
+    """Problems of retrieval in mixed lessons, up to twice the sequence length."""
+    novel_windows: int = 200
+    """Pieces of novels in mixed lessons, of twice the sequence length."""
     keep: Literal["all", "ended", "correct"] = "correct"
     """Answers to train on."""
     problems: int | None = None
@@ -143,20 +149,23 @@ class Training:
       ratios: compression ratios at which it is exported; the last one is the target.
       trainable: the adapter alone, with low-rank updates of frozen weights, or with all weights.
       policy: the trained policy; None for the control.
+      mixed: whether it also reads novels and problems of retrieval, in sequences of double length.
       changes: changed fields of the recipe.
     """
 
     ratios: tuple[float, ...] = (2.0, 3.3)
     trainable: Literal["adapter", "low_rank", "all"] = "low_rank"
     policy: Policy | None = DMS
+    mixed: bool = False
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def recipe(self, config: Config) -> Recipe:
         """The recipe for the settings."""
+        longer = 1 + self.mixed
         sizes: Any = dict(
             tokens=config.tokens,
-            sequence_length=config.sequence_length,
-            batch_size=config.batch_size,
+            sequence_length=config.sequence_length * longer,
+            batch_size=config.batch_size // longer,
         )
         if isinstance(self.policy, dms_jax.KVpop):
             return recipes.kvpop(**sizes)
@@ -170,6 +179,9 @@ TRAININGS = {
     "control": Training(policy=None),
     "dms-8": Training(ratios=(8.0,)),
     "text-3.3": Training(changes=dict(answers_only=True, text_weight=0.5)),
+    "mixed-3.3": Training(
+        policy=DMS_128, mixed=True, changes=dict(answers_only=True, text_weight=0.5)
+    ),
     "wide-3.3": Training(changes=dict(low_rank=LowRank(rank=128, alpha=256.0))),
     "all-3.3": Training(trainable="all"),
     "adapter-3.3": Training(trainable="adapter"),
@@ -305,12 +317,16 @@ class Campaign:
         answers = sample(own, model, questions, own.out / "answers")
         return choose(own, questions, answers, own.out).figures
 
-    def documents(self) -> list[Any]:
-        """The documents of all completed sets."""
-        found: list[Any] = []
+    def documents(self, *, mixed: bool = False) -> list[Any]:
+        """The documents of all completed sets; `mixed` adds novels and problems of retrieval."""
+        config, found = self.config, list[Any]()
         for kind in LESSONS:
             if self.results.has(f"lessons-{kind}"):
-                found += read_lessons(self.config.out / "lessons" / kind)
+                found += read_lessons(config.out / "lessons" / kind)
+        if mixed:
+            sizes: Any = dict(problems=config.retrieval_problems, windows=config.novel_windows)
+            tokenizer = self.model(PLAIN).tokenizer
+            found += retrieval_lessons.lessons(tokenizer, 2 * config.sequence_length, **sizes)
         return found
 
     def train(self, name: str, seed: int) -> dict[str, Any]:
@@ -319,7 +335,7 @@ class Campaign:
         recipe = training.recipe(self.config)
         options: Any = dict(
             recipe=recipe,
-            data=Documents(self.documents()),
+            data=Documents(self.documents(mixed=training.mixed)),
             out=folder,
             seed=seed,
             adapter_only=training.trainable != "all",

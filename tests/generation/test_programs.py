@@ -89,10 +89,7 @@ def test_copies_do_not_duplicate_pool(name, optimized):
         engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
         runner, cache = engine.runner, engine.runner.cache
         pages, lanes = np.zeros(16, np.int32), np.arange(4, dtype=np.int32)
-        contents = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(pages), *x.shape[1:]), x.dtype),
-            runner.page_block(),
-        )
+        contents = jax.eval_shape(programs.read_pages.jitted, cache, pages)
         lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
         given = np.int32(0), lengths, np.int32(0), runner.read_lane(0)
         heads = engine.model.config.num_kv_heads
