@@ -168,7 +168,12 @@ def compile_all(
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
     # Equal arguments are one program: with fixed lanes, every lane has an entry.
-    return _compile(runner, (*prompts, *steps, calls.first_tokens(), *hidden, *lanes, *prefixes))
+    every_call = (*prompts, *steps, calls.first_tokens(), *hidden, *lanes, *prefixes)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        allocated = thread.submit(runner.prefixes.allocate)
+        count = _compile(runner, every_call)
+        allocated.result()
+    return count
 
 
 @dataclasses.dataclass(frozen=True)

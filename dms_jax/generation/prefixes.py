@@ -52,6 +52,7 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -65,10 +66,9 @@ if TYPE_CHECKING:
     from dms_jax.generation.runner import Runner
 
 
-# Bytes copied to the host per second on average, and at once. An H200's host takes 2.2 GB per
-# second, so copies take a twentieth of the time at most. Without a limit 256 prompts of 8,192
-# tokens took 43 s instead of 16 (1.5B, vanilla): the pool was full of other prompts' prefixes, 60
-# GB, and each was copied to the host only to be dropped there for the next one.
+# Bytes copied to the host per second on average, and at once: about 60 blocks a second, whose
+# launches take a fortieth of the engine's time. Without a limit, a pool full of other prompts'
+# prefixes copies each of them to the host, only to drop it there for the next one.
 TO_HOST, TO_HOST_AT_ONCE = 1e9, 2.0**30
 
 
@@ -545,11 +545,12 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
-        free = host is not None and not host.is_busy
-        if free and self._may_copy_now(size := host.bytes_of(state.pages)):
+        if host is None or host.is_busy:
+            host = None
+        elif self._may_copy_now(cost := host.cost(state.pages)):
             slots = host.add(state.pages, self._runner.read_pages, self._make_room)
             if slots is None:  # nothing is copied
-                self._may_copy += size
+                self._may_copy += cost
         self._remove(state)
         if slots is None:
             return
@@ -569,6 +570,11 @@ class Prefixes:
             return False
         self._may_copy -= size
         return True
+
+    def allocate(self) -> None:
+        """Allocates the host memory now, not with the first copies."""
+        if (host := self._host_pages()) is not None:
+            host.allocate(jax.tree.leaves(self._runner.cache.pool)[0].sharding)
 
     def _host_pages(self) -> HostPages | None:
         """Returns the pool of host pages, created on first use; None without one."""

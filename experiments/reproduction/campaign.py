@@ -107,9 +107,9 @@ class Config:
     """Tokens of a training sequence."""
     batch_size: int = 16
     """Sequences of an optimizer step."""
-    retrieval_problems: int = 900
+    retrieval_problems: int = 1200
     """Problems of retrieval in mixed lessons, up to twice the sequence length."""
-    novel_windows: int = 200
+    novel_windows: int = 150
     """Pieces of novels in mixed lessons, of twice the sequence length."""
     keep: Literal["all", "ended", "correct"] = "correct"
     """Answers to train on."""

@@ -4,8 +4,8 @@ The problems ask for the skills that RULER measures, in other words than RULER's
 (`lockers`), chains of references (`parcels`), and frequent words of a list (`orders`).
 """
 
+import itertools
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from dms_jax.data import Exchange
 from dms_jax.data.tasks.words import ADJECTIVES, NOUNS
 
 _SHARES = (0.4, 0.8)  # of the longest sequence that the text of a problem takes
+_GIVEN = 16  # tokens of a piece of a novel that are its prompt
 _TEMPLATE = 64  # tokens of a chat template, at most
 
 
@@ -46,23 +47,24 @@ def lessons(tokenizer: Any, length: int, *, problems: int, windows: int) -> list
     for _ in range(windows):
         start = rng.randrange(len(words) - length)
         window = _encode(tokenizer, " ".join(words[start : start + length]))
-        found.append(np.asarray(window[:length], np.int32))
+        prompt, rest = np.split(np.asarray(window[:length], np.int32), [_GIVEN])
+        found.append(Exchange(prompt, rest))
     return found
 
 
 def lockers(rng: random.Random, words: list[str], size: int) -> tuple[str, str, str]:
     """Facts in a novel: which code opens which locker; some lockers have several codes."""
-    owners = _names(rng, rng.choice((1, 4, 8, 24)))
+    owners = _names(rng, rng.choice((2, 4, 8, 16)))
     codes = {
         owner: [str(rng.randrange(10**4, 10**8)) for _ in range(rng.choice((1, 1, 2, 4)))]
         for owner in owners
     }
     facts = [
-        f"Note that {code} opens the locker of the {owner}."
+        [f"Note that {code} opens the locker of the {owner}."]
         for owner, own in codes.items()
         for code in own
     ]
-    asked = rng.sample(owners, min(len(owners), rng.choice((1, 2, 4))))
+    asked = rng.sample(owners, min(len(owners), 8))
     listed = ", ".join(f"the {owner}" for owner in asked)
     question = f"Which numbers open these lockers, according to the text: {listed}? List all."
     answer = "; ".join(f"the {owner}: {', '.join(codes[owner])}" for owner in asked)
@@ -70,20 +72,23 @@ def lockers(rng: random.Random, words: list[str], size: int) -> tuple[str, str, 
 
 
 def parcels(rng: random.Random, words: list[str], size: int) -> tuple[str, str, str]:
-    """Chains: a parcel goes where an earlier one goes; asked for all parcels to a town."""
+    """Chains: a parcel goes where an earlier one goes; asked for the parcels of each town."""
     names = iter(_names(rng, 24))
     chains = {
         town: [next(names) for _ in range(rng.choice((3, 4, 5)))]
-        for town in rng.sample(("Lima", "Oslo", "Cairo", "Quito", "Hanoi"), rng.choice((1, 2, 3)))
+        for town in rng.sample(("Lima", "Oslo", "Cairo", "Quito", "Hanoi"), rng.choice((2, 3, 4)))
     }
-    facts: Iterator[list[str]] = (
+    facts = [
         [f"Parcel {own[0]} is sent to {town}."]
-        + [f"Parcel {own[k + 1]} follows parcel {own[k]}." for k in range(len(own) - 1)]
+        + [f"Parcel {new} follows parcel {old}." for old, new in itertools.pairwise(own)]
         for town, own in chains.items()
+    ]
+    asked = rng.sample(list(chains), len(chains))
+    question = (
+        f"Parcels that follow another one go to the same town. Which ones reach {', '.join(asked)}?"
     )
-    town = next(iter(chains))
-    question = f"Parcels that follow another one go to the same town. Which ones reach {town}?"
-    return _hidden(rng, words, size, *facts), question, ", ".join(chains[town])
+    answer = "; ".join(f"{town}: {', '.join(chains[town])}" for town in asked)
+    return _hidden(rng, words, size, facts), question, answer
 
 
 def orders(rng: random.Random, words: list[str], size: int) -> tuple[str, str, str]:
@@ -105,7 +110,7 @@ def _names(rng: random.Random, count: int) -> list[str]:
     return rng.sample(sorted(names), count)
 
 
-def _hidden(rng: random.Random, words: list[str], size: int, *chains: list[str]) -> str:
+def _hidden(rng: random.Random, words: list[str], size: int, chains: list[list[str]]) -> str:
     """Returns `size` words of a novel with facts at random places, those of a chain in order."""
     start = rng.randrange(len(words) - size)
     text, places = words[start : start + size], list[tuple[int, str]]()
@@ -118,5 +123,4 @@ def _hidden(rng: random.Random, words: list[str], size: int, *chains: list[str])
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    encode: Callable[..., list[int]] = tokenizer.encode
-    return encode(text, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False)
