@@ -98,7 +98,7 @@ class HostPages:
         A small block counts as a large one, since launching its copy takes as long.
         """
         missing = int(np.count_nonzero(self._host_of[pages] == NO_PAGE))
-        return len(self._split(missing)) * _LARGE
+        return len(self._split(missing)) * self.sizes[-1] * self._page_bytes
 
     @property
     def is_busy(self) -> bool:

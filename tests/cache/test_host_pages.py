@@ -56,7 +56,7 @@ def test_full_pool_makes_room_for_whole_blocks():
     host, (read, _) = make(32)  # blocks of 2 and 16
     states = [host.add(np.array(pages), read, lambda: False) for pages in ([7, 3, 11], [1, 2])]
     assert host.used == 6
-    assert host.cost(np.array([7, 12, 13, 14])) == 2 * 2**24
+    assert host.cost(np.array([7, 12, 13, 14])) == 2 * 16 * PAGE_BYTES
     assert host.cost(np.array([7, 3])) == 0
 
     def make_room():
