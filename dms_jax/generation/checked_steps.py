@@ -9,17 +9,21 @@ step late. Other lanes do not notice:
     device | step 1 | step 2 | draw again: lane 5 | step 3: lane 5 runs step 2 again | ...
     host            | check 1: lane 5, a mask | launch | check 2 | launch | ...
 
+Two steps are in flight without a check, also between two chunks, while the engine records results,
+sends text and admits requests. `CheckedSteps.settle` ends that, where the engine needs all results.
+
 A token that was drawn freely and is allowed, else one drawn among the allowed ones, is distributed
 like one drawn among the allowed ones. With top-k, top-p or min-p the first draw filters the whole
 vocabulary, and the second one the allowed tokens.
 
 The check comes before the next step under a policy whose steps cannot be taken back
-(`Policy.can_undo`), before the last step of a chunk, and while most tokens are refused.
+(`Policy.can_undo`), and while most tokens are refused.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,6 +44,7 @@ FEW = 16
 # Share of refused tokens from which the next step waits for the check: half of it would be void.
 MOST_REFUSED = 0.5
 _DONE = object()
+_thread = concurrent.futures.ThreadPoolExecutor(1, "dms_jax grammars")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +52,11 @@ class Redrawn:
     """Tokens that were drawn again.
 
     Attributes:
-      step: the step that had drawn them first.
       lanes: their lanes.
       entries: their entries in the result.
       result: the tokens and, if asked for, their log-probabilities, on the device.
     """
 
-    step: int
     lanes: Int[np.ndarray, " n"]
     entries: Int[np.ndarray, " n"]
     result: Packed
@@ -69,114 +72,211 @@ class _Step:
     """A launched step.
 
     Attributes:
-      number: its number in the chunk.
+      result: its results on the device.
       newest: Int[B] on the device, its tokens.
       source: what they were drawn from.
+      tail: the values that the host must write, if it holds any.
+      before: Int[B], the newest tokens before it.
+      begins: lanes whose matcher has not consumed that token.
+      read: tokens that were drawn again since the step before was launched.
       active: lanes that take part, unless the token before has ended them.
-      void: lanes that take it back.
+      void: lanes that take it back, or that were released since.
+      check: the check of its tokens, once that has begun.
+      redrawn: its tokens that were drawn again.
     """
 
-    number: int
+    result: Packed
     newest: Array
     source: programs.Source
+    tail: Any
+    before: Any
+    begins: Bool[np.ndarray, " B"]
+    read: list[Redrawn]
     active: Bool[np.ndarray, " B"]
     void: Bool[np.ndarray, " B"]
+    check: concurrent.futures.Future | None = None
+    redrawn: Redrawn | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """Consecutive steps whose tokens are checked.
+
+    Attributes:
+      steps: their results on the device.
+      most: the steps that each lane could take.
+      void: Bool[B] for each step, the lanes that took it back.
+      redrawn: for each step the tokens that replace its own.
+      tail: the values that the host must write, if it holds any.
+    """
+
+    steps: list[Packed]
+    most: Int[np.ndarray, " B"]
+    void: list[Bool[np.ndarray, " B"]]
+    redrawn: list[Redrawn | None]
+    tail: Any
+
+    def corrected(self, parts: Sequence[Steps]) -> Steps:
+        """Joins the results of the steps, with the final tokens and without void steps."""
+        steps = Steps.joined(parts)
+        found = {name: getattr(steps, name) for name in ("tokens", "logprobs")}
+        for number, redrawn in enumerate(self.redrawn):
+            if redrawn is not None:
+                for (name, old), new in zip(found.items(), redrawn.read(), strict=True):
+                    if old is not None:
+                        found[name] = old = old.copy()
+                        old[number, redrawn.lanes] = new
+        steps = dataclasses.replace(steps, **found)
+        void = np.stack(self.void)
+        if not void.any():
+            return steps
+        steps = dataclasses.replace(steps, ran=steps.ran & ~void)
+        # Each lane's steps first, in order; then its last one again, as for a lane that has ended.
+        order = np.argsort(~steps.ran, axis=0, kind="stable")
+        last = np.maximum(steps.ran.sum(0) - 1, 0)
+        order = np.take_along_axis(order, np.minimum(np.arange(len(order))[:, None], last), 0)
+        lengths, ran = steps.lengths, np.sort(~steps.ran, axis=0) == 0
+        if len(parts) > 1:  # no lane takes back two steps in sequence
+            lengths = np.where(void[-1][:, None], parts[-2].lengths, lengths)
+        steps = jax.tree.map(
+            lambda x: np.take_along_axis(x, order, 0), dataclasses.replace(steps, lengths=None)
+        )
+        return dataclasses.replace(steps, ran=ran, lengths=lengths)
 
 
 class CheckedSteps:
-    """A chunk of decode steps in which some lanes have a grammar or an opening.
+    """The decode steps of a call in which some lanes have a grammar or an opening.
 
     Args:
-      runner: the runner; pages must be reserved.
-      answers: lane -> its request, if that has a matcher.
-      tokens, remaining, seeds, rule, end_tokens, endless: see `Runner.decode`.
-      meanwhile: work of the host, in short parts, to do while it waits for tokens.
+      runner: the runner.
+      end_tokens: token ids that end an answer.
 
     Attributes:
-      steps: the results of the steps on the device, without those after an error.
-      redrawn: tokens to replace in them.
-      void: Bool[B] for each step, the lanes that took it back.
       newest: Int[B] on the device, the newest token of each lane.
-      tail: the values that the host must write, if it holds any.
-      error: why no more steps could be launched; None if all were.
+      requests: lane -> its request.
+      endless: Bool[B], lanes that ignore end tokens.
+      end_tokens: token ids that end an answer.
     """
 
-    def __init__(
+    def __init__(self, runner: "Runner", end_tokens: tuple[int, ...]):
+        self._runner, self.end_tokens = runner, end_tokens
+        nobody = np.zeros(runner.num_lanes, bool)
+        self.requests: dict[int, Any] = {}
+        self.endless, self._epochs = nobody, runner.reservation.epochs
+        self._launched = collections.deque[_Step]()  # not checked yet, at most two
+        self._ready = list[_Step]()  # checked
+        self._undo, self._program = runner.blank_undo, None
+        self._takes_back = nobody  # lanes that take back the last step in the next one
+        self._ended = nobody  # lanes whose answer has ended
+        self._consumed = nobody  # lanes whose matcher has consumed the newest token
+        self._unread = list[Redrawn]()  # since the last launch
+        self._refused = 0.0  # share of the last checked tokens
+        self.newest: Any = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there are steps without a check."""
+        return bool(self._launched)
+
+    def run(
         self,
-        runner: "Runner",
-        answers: Mapping[int, Any],
+        running: Mapping[int, Any],
         tokens: Int[np.ndarray | Array, " B"],
         remaining: Int[np.ndarray, " B"],
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
         *,
-        end_tokens: tuple[int, ...],
         endless: Bool[np.ndarray, " B"],
+        table: Array,
+        num_steps: int,
         meanwhile: Iterator[None],
-    ):
-        self._runner, self._answers, self._remaining = runner, answers, remaining
-        self._end_tokens, self._endless, self._meanwhile = end_tokens, endless, meanwhile
-        self._seeds, self._rule = runner.send((seeds, rule))
-        self._outer = runner.model.transformer.without_layers()
-        self._taken = np.zeros_like(remaining)  # steps of each lane, without those taken back
-        self._ended = np.zeros(len(remaining), bool)
-        matchers = [(lane, each.matcher) for lane, each in answers.items()]
-        self._grammars = [each for each in matchers if isinstance(each[1], Matcher)]
-        self._openings = [each for each in matchers if isinstance(each[1], OpeningMatcher)]
-        self._undo, self._program = runner.blank_undo, None
-        self._refused = 0.0  # share of the last checked tokens
-        self.steps, self.tail = list[Packed](), None
-        self.redrawn, self._unread = list[Redrawn](), list[Redrawn]()
-        # Those with which a step was launched, and the lanes that took part in it.
-        self._read = list[tuple[Redrawn, Bool[np.ndarray, " B"]]]()
-        self.void = list[Bool[np.ndarray, " B"]]()
-        self.newest: Any = runner.everywhere(tokens)
-        self.error: GrammarError | None = None
-
-    def run(self, num_steps: int, table: Array) -> None:
-        """Launches up to C steps; returns when the tokens of all are known and checked.
+    ) -> None:
+        """Launches up to C steps; the last two may be in flight when it returns.
 
         Args:
-          num_steps: number of steps (C).
+          running: lane -> its request.
+          tokens, remaining, seeds, rule, endless: see `Runner.decode`.
           table: the page table on the device.
+          num_steps: number of steps (C).
+          meanwhile: work of the host, in short parts, to do while it waits for tokens.
+
+        Raises:
+          GrammarError: a grammar has become too complex; the steps from there on are dropped.
         """
-        first, takes_back = self.newest, np.zeros(len(self._ended), bool)
-        unchecked: _Step | None = None
-        mesh = self._runner.model.mesh
-        with use_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as self._thread:
-            try:
-                for number in range(num_steps):
-                    ahead = self._undo is not None and self._refused < MOST_REFUSED
-                    if unchecked is not None and not (ahead and number < num_steps - 1):
-                        self._redraw(unchecked, self._wait(self._begin_check(unchecked)))
-                        unchecked = None
-                    if not (self._going.any() or takes_back.any()):
-                        break
-                    check = None if unchecked is None else self._begin_check(unchecked)
-                    step = self._launch(number, table, takes_back)
-                    takes_back = np.zeros_like(takes_back)
-                    if number == 0:
-                        self._consume_first(np.asarray(first))
-                    if unchecked is not None and check is not None:
-                        takes_back = step.void[:] = self._wait(check)
-                        self._taken = self._taken - (takes_back & step.active)
-                        self._redraw(unchecked, takes_back)
-                    unchecked = step
-                if unchecked is not None:
-                    check = self._begin_check(unchecked, last=True)
-                    self._redraw(unchecked, self._wait(check))
-            except GrammarError as raised:
-                self.error = raised
-                assert unchecked is not None
-                del self.steps[unchecked.number :], self.void[unchecked.number :]
+        self._seeds, self._rule = self._runner.send((seeds, rule))
+        self._outer = self._runner.model.transformer.without_layers()
+        self._remaining, self._taken = remaining, np.zeros_like(remaining)
+        self.endless, self.newest = endless, self._runner.everywhere(tokens)
+        self._drop_released()
+        self.requests, self._program = dict(running), None
+        matchers = [(lane, each.matcher) for lane, each in running.items()]
+        self._grammars = [each for each in matchers if isinstance(each[1], Matcher)]
+        self._openings = [each for each in matchers if isinstance(each[1], OpeningMatcher)]
+        with use_mesh(self._runner.model.mesh):
+            for _ in range(num_steps):
+                ahead = self._undo is not None and self._refused < MOST_REFUSED
+                self._resolve(1 if ahead else 0, self._going, meanwhile)
+                if not (self._going.any() or self._takes_back.any()):
+                    return
+                self._launch(table, self._going)
+
+    def settle(self, tokens: Int[np.ndarray | Array, " B"], table: Any) -> None:
+        """Waits for all steps and checks their tokens.
+
+        Args:
+          tokens: the newest tokens of all lanes.
+          table: a page table for a step in which no lane takes part.
+
+        Raises:
+          GrammarError: see `run`.
+        """
+        nobody = np.zeros_like(self._ended)
+        self.newest = self._runner.everywhere(tokens)
+        self._drop_released()
+        self._program = None
+        with use_mesh(self._runner.model.mesh):
+            self._resolve(0, nobody, iter(()))
+            if self._takes_back.any():
+                self._launch(table, nobody)
+                self._launched.clear()
+        self._consumed = nobody
+
+    def take(self) -> Checked | None:
+        """Returns the checked steps since the last call; None without any."""
+        steps, self._ready = self._ready, []
+        if not steps:
+            return None
+        return Checked(
+            steps=[each.result for each in steps],
+            most=np.sum([each.active for each in steps], axis=0, dtype=np.int64),
+            void=[each.void for each in steps],
+            redrawn=[each.redrawn for each in steps],
+            tail=steps[-1].tail,
+        )
+
+    def close(self) -> None:
+        """Waits for a running check, whose matchers others may use next."""
+        for step in self._launched:
+            if step.check is not None:
+                step.check.exception()
 
     @property
     def _going(self) -> Bool[np.ndarray, " B"]:
-        """The lanes that take part in the next step."""
-        return (self._taken < self._remaining) & ~self._ended
+        """The lanes that take part in the next step; all of them have pages for it."""
+        return (self._taken < self._remaining) & (self._remaining > 0) & ~self._ended
 
-    def _launch(self, number: int, table: Array, takes_back: Bool[np.ndarray, " B"]) -> _Step:
-        runner, active = self._runner, self._going
+    def _drop_released(self) -> None:
+        """Drops the tokens of lanes that were released since the last step."""
+        epochs = self._runner.reservation.epochs
+        kept, self._epochs = self._epochs == epochs, epochs
+        for step in self._launched:
+            step.active, step.begins = step.active & kept, step.begins & kept
+            step.void = step.void | ~kept
+        self._takes_back, self._ended = self._takes_back & kept, self._ended & kept
+        self._consumed = self._consumed & kept
+
+    def _launch(self, table: Any, active: Bool[np.ndarray, " B"]) -> None:
+        runner, last = self._runner, self._launched[-1] if self._launched else None
         forced = np.full(len(active), -1, np.int32)
         for lane, matcher in self._openings:
             if active[lane]:
@@ -184,50 +284,78 @@ class CheckedSteps:
                 if (only := matcher.only) is not None:
                     forced[lane] = only
         left = np.where(active, self._remaining - self._taken, 0)
-        left = left + programs.ENDLESS * self._endless
-        control = np.stack([left, forced, takes_back]).astype(np.int32)
+        left = left + programs.ENDLESS * self.endless
+        control = np.stack([left, forced, self._takes_back]).astype(np.int32)
         given = table, self._undo, self.newest, control, self._seeds
-        args = *runner.cached, *given, runner.traced_policy, self._rule, self._end_tokens
+        args = *runner.cached, *given, runner.traced_policy, self._rule, self.end_tokens
         if self._program is None:
             self._program = programs.step.chosen(*args)
-        runner.cache, result, newest, source, self._undo, self.tail = self._program(*args)
+        before, consumed = self.newest, self._consumed if last is None else last.active
+        runner.cache, result, newest, source, self._undo, tail = self._program(*args)
         self.newest = runner.everywhere(newest)
         self.newest.copy_to_host_async()
         result.words.copy_to_host_async()
-        self.steps.append(result)
-        self._taken = self._taken + active
-        self._read += [(each, active) for each in self._unread]
-        self._unread = []
-        self.void.append(np.zeros_like(active))
-        return _Step(number, self.newest, source, active, self.void[-1])
+        runner.reservation.add_steps(active)
+        self._taken, self._takes_back = self._taken + active, np.zeros_like(active)
+        read, self._unread = self._unread, []
+        step = _Step(
+            result=result,
+            newest=self.newest,
+            source=source,
+            tail=tail,
+            before=before,
+            begins=active & ~consumed,
+            read=read,
+            active=active,
+            void=np.zeros_like(active),
+        )
+        self._launched.append(step)
+        if last is not None:
+            self._begin_check(last, active)
 
-    def _consume_first(self, tokens: Int[np.ndarray, " B"]) -> None:
-        """Consumes the tokens that were drawn before the chunk."""
-        ends = np.isin(tokens, self._end_tokens) & ~self._endless
-        self._ended = self._ended | ends
-        for lane, matcher in self._grammars:
-            if self._taken[lane] and not ends[lane]:
-                matcher.consume(int(tokens[lane]))
+    def _begin_check(self, step: _Step, goes_on: Bool[np.ndarray, " B"]) -> None:
+        """Begins to check the tokens of a step in a thread.
 
-    def _begin_check(self, step: _Step, *, last: bool = False) -> concurrent.futures.Future:
-        """Begins to check the tokens of a step in a thread, while the next one is launched."""
-        goes_on = np.zeros_like(self._ended) if last else self._going
-        read, self._read = self._read, []
-        return self._thread.submit(self._check, step, self._ended, goes_on, read)
+        `goes_on` are the lanes that take part in the step after it.
+        """
+        self._consumed = step.active & goes_on
+        given = self._ended, self.endless, goes_on, self._grammars, self.requests
+        step.check = _thread.submit(self._check, step, *given)
 
-    def _wait(self, check: concurrent.futures.Future) -> Bool[np.ndarray, " B"]:
-        """Returns the lanes whose grammar does not allow the token."""
-        while not check.done() and next(self._meanwhile, _DONE) is not _DONE:
-            pass
-        refused, self._ended, self._refused = check.result()
-        return refused
+    def _resolve(
+        self, left: int, goes_on: Bool[np.ndarray, " B"], meanwhile: Iterator[None]
+    ) -> None:
+        """Waits for the checks of all steps but the last `left`, and draws refused tokens again."""
+        while len(self._launched) > left:
+            step = self._launched[0]
+            if step.check is None:
+                self._begin_check(step, goes_on)
+            assert step.check is not None
+            while not step.check.done() and next(meanwhile, _DONE) is not _DONE:
+                pass
+            try:
+                refused, ended, self._refused = step.check.result()
+            except GrammarError:
+                self._launched.clear()
+                raise
+            self._launched.popleft()
+            self._ready.append(step)
+            refused = refused & step.active & ~step.void
+            self._ended = self._ended | (ended & (step.active | step.begins))
+            for later in self._launched:  # at most one
+                self._takes_back = self._takes_back | refused
+                self._taken = self._taken - (refused & later.active)
+                later.void, later.active = later.void | refused, later.active & ~ended
+            self._redraw(step, refused)
 
     def _check(
         self,
         step: _Step,
-        ended: Bool[np.ndarray, " B"],
+        known: Bool[np.ndarray, " B"],
+        endless: Bool[np.ndarray, " B"],
         goes_on: Bool[np.ndarray, " B"],
-        read: list[tuple[Redrawn, Bool[np.ndarray, " B"]]],
+        grammars: list[tuple[int, Matcher]],
+        requests: Mapping[int, Any],
     ) -> tuple[Bool[np.ndarray, " B"], Bool[np.ndarray, " B"], float]:
         """Waits for the tokens of a step, and checks them.
 
@@ -236,24 +364,39 @@ class CheckedSteps:
 
         Args:
           step: the step.
-          ended: lanes whose answer has ended.
+          known: lanes whose answer has ended before.
+          endless: lanes that ignore end tokens.
           goes_on: lanes that take part in the step after it.
-          read: tokens that were drawn again before it, with the lanes that took part in it.
+          grammars: lanes with their matchers.
+          requests: lane -> its request.
 
         Returns:
-          The lanes whose grammar does not allow the token, `ended`, and the share of refused ones.
+          The lanes whose grammar does not allow the token, those whose answer has ended, and the
+          share of refused tokens.
 
         Raises:
           GrammarError: a grammar has become too complex.
         """
+        active, void = step.active, step.void  # the arrays are replaced, not changed
+        matchers, ended = dict(grammars), np.zeros_like(known)
+        if step.begins.any():
+            tokens = np.asarray(step.before)
+            ended |= step.begins & np.isin(tokens, self.end_tokens) & ~endless
+            for lane in np.flatnonzero(step.begins & ~ended).tolist():
+                if lane in matchers:
+                    matchers[lane].consume(int(tokens[lane]))
+        for redrawn in step.read:
+            for lane, token in zip(redrawn.lanes.tolist(), redrawn.read()[0].tolist(), strict=True):
+                if token in self.end_tokens:
+                    ended[lane] = True
+                elif active[lane] and not step.begins[lane] and lane in matchers:
+                    matchers[lane].consume(token)
         tokens = np.asarray(step.newest)
-        for redrawn, active in read:
-            ended = ended | self._consume_redrawn(redrawn, active)
-        checked, refused = step.active & ~step.void & ~ended, np.zeros_like(ended)
-        ends = np.isin(tokens, self._end_tokens) & ~self._endless
+        checked, refused = active & ~void & ~known & ~ended, np.zeros_like(ended)
+        ends = np.isin(tokens, self.end_tokens) & ~endless
         lanes, every = checked.tolist(), tokens.tolist()
         is_end, going = ends.tolist(), goes_on.tolist()
-        for lane, matcher in self._grammars:
+        for lane, matcher in grammars:
             if lanes[lane]:
                 if is_end[lane]:
                     allowed = matcher.may_end
@@ -262,31 +405,9 @@ class CheckedSteps:
                 else:
                     allowed = matcher.allows(every[lane])
                 refused[lane] = not allowed
-        self._raise_errors(np.flatnonzero(refused))
-        count = sum(lanes[lane] for lane, _ in self._grammars)
+        _raise_errors([requests[lane] for lane in np.flatnonzero(refused).tolist()])
+        count = sum(lanes[lane] for lane, _ in grammars)
         return refused, ended | (checked & ends & ~refused), refused.sum() / max(count, 1)
-
-    def _consume_redrawn(
-        self, redrawn: Redrawn, active: Bool[np.ndarray, " B"]
-    ) -> Bool[np.ndarray, " B"]:
-        """Consumes tokens that were drawn again; returns the lanes that they end."""
-        ended = np.zeros_like(active)
-        tokens, _ = redrawn.read()
-        for lane, token in zip(redrawn.lanes.tolist(), tokens.tolist(), strict=True):
-            if token in self._end_tokens:
-                ended[lane] = True
-            elif active[lane]:
-                self._answers[lane].matcher.consume(token)
-        return ended
-
-    def _raise_errors(self, lanes: Int[np.ndarray, " n"]) -> None:
-        wrong = [self._answers[lane] for lane in lanes.tolist()]
-        if wrong := [each for each in wrong if each.matcher.error is not None]:
-            raise GrammarError(
-                "The grammar of an answer cannot be followed to its end: "
-                f"{wrong[0].matcher.error}. Give a simpler one.",
-                (each.index for each in wrong),
-            )
 
     def _redraw(self, step: _Step, refused: Bool[np.ndarray, " B"]) -> None:
         """Draws the tokens of some lanes again, under masks, into the newest tokens."""
@@ -301,36 +422,21 @@ class CheckedSteps:
             (len(lane_of), mask_words(self._runner.model.config.vocab_size)), -1, np.int32
         )
         for entry, lane in zip(entries.tolist(), lanes.tolist(), strict=True):
-            self._answers[lane].matcher.fill(masks[entry])
-        self._raise_errors(lanes)
+            self.requests[lane].matcher.fill(masks[entry])
+        _raise_errors([self.requests[lane] for lane in lanes.tolist()])
         given = self.newest, lane_of, masks, self._seeds, self._rule
         result, newest = programs.redraw(self._outer, step.source, *given)
         self.newest = self._runner.everywhere(newest)
         result.words.copy_to_host_async()
-        redrawn = Redrawn(step.number, lanes, entries, result)
-        self.redrawn.append(redrawn)
-        self._unread.append(redrawn)
+        step.redrawn = Redrawn(lanes, entries, result)
+        self._unread.append(step.redrawn)
 
-    def corrected(self, steps: Steps) -> Steps:
-        """Returns the results of the steps, read, with the final tokens and without void steps."""
-        found = {name: getattr(steps, name) for name in ("tokens", "logprobs")}
-        for redrawn in self.redrawn:
-            if redrawn.step < len(self.steps):
-                for (name, old), new in zip(found.items(), redrawn.read(), strict=True):
-                    if old is not None:
-                        found[name] = old = old.copy()
-                        old[redrawn.step, redrawn.lanes] = new
-        steps = dataclasses.replace(steps, **found)
-        void = np.stack(self.void)
-        if not void.any():
-            return steps
-        steps = dataclasses.replace(steps, ran=steps.ran & ~void)
-        # Each lane's steps first, in order; then its last one again, as for a lane that has ended.
-        order = np.argsort(~steps.ran, axis=0, kind="stable")
-        last = np.maximum(steps.ran.sum(0) - 1, 0)
-        order = np.take_along_axis(order, np.minimum(np.arange(len(order))[:, None], last), 0)
-        lengths, ran = steps.lengths, np.sort(~steps.ran, axis=0) == 0
-        steps = jax.tree.map(
-            lambda x: np.take_along_axis(x, order, 0), dataclasses.replace(steps, lengths=None)
+
+def _raise_errors(requests: Sequence[Any]) -> None:
+    """Raises GrammarError if matchers of some requests have failed."""
+    if wrong := [each for each in requests if each.matcher.error is not None]:
+        raise GrammarError(
+            "The grammar of an answer cannot be followed to its end: "
+            f"{wrong[0].matcher.error}. Give a simpler one.",
+            (each.index for each in wrong),
         )
-        return dataclasses.replace(steps, ran=ran, lengths=lengths)

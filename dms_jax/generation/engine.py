@@ -280,10 +280,11 @@ class Call:
     def unfinished(self) -> bool:
         """Whether requests wait or run, or programs are in flight."""
         scheduler = self.scheduler
-        return bool(scheduler.waiting or scheduler.running or self.in_flight.programs)
+        return bool(scheduler.waiting or scheduler.running or self.in_flight.has_steps)
 
     def close(self) -> None:
         """Sends the remaining updates, also after an error."""
+        self.in_flight.close()
         self._notifier.notify()
 
     def compile_first(self, compiled: set[Hashable]) -> None:
@@ -337,7 +338,7 @@ class Call:
 
         Nothing is cancelled: prompts and first tokens stay in flight.
         """
-        if self.in_flight.programs:
+        if self.in_flight.has_steps:
             self._notifier.notify()  # before answers grow beyond it
             self.in_flight.collect_steps()
             self.scheduler.finish(cancel=False)
@@ -395,7 +396,7 @@ class Call:
         scheduler, reservation = self.scheduler, self.runner.reservation
         before = len(scheduler.running)
         while not reservation.fits(extra, prompt=prompt):
-            if self.in_flight.drawn or self.in_flight.programs:  # requests that ended free pages
+            if self.in_flight.drawn or self.in_flight.has_steps:  # requests that ended free pages
                 self._drain()
                 scheduler.finish()
                 extra[[lane for lane in range(len(extra)) if lane not in scheduler.running]] = 0
@@ -412,12 +413,12 @@ class Call:
         if overlap.takes_turns and self._prefill.has_tokens:
             num_steps = min(num_steps, self._steps_between_prompts)
         extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
-        if in_flight.programs and not reservation.fits_table(extra):
+        if in_flight.has_steps and not reservation.fits_table(extra):
             self._finish_steps()
             extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         self._reserve_or_preempt(extra, prompt=False)
         before = len(in_flight.programs)
-        reports_now = overlap.hands_over and bool(in_flight.drawn or before)
+        reports_now = overlap.hands_over and bool(in_flight.drawn or in_flight.has_steps)
         reads_on = in_flight.reads_on
         with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
             given = scheduler.seeds, self._rule(), num_steps, work
@@ -427,24 +428,27 @@ class Call:
         scheduler.record_peak_bytes()
         if reports_now:  # first tokens are sent before their next steps are collected
             scheduler.finish_and_notify(cancel=not reads_on)
-        in_flight.collect_steps(len(in_flight.programs) - self._stays_in_flight())
+        self._collect_last_steps()
         if overlap.waits:
             scheduler.finish_and_notify()
         else:
             scheduler.finish(cancel=not reads_on)
 
-    def _stays_in_flight(self) -> int:
-        """Returns the number of programs of a chunk to collect after the next launch.
+    def _collect_last_steps(self) -> None:
+        """Collects the programs of a chunk that need not stay in flight until the next launch.
 
-        If requests may join, only the last one, which keeps the device busy meanwhile; all of them
-        if only the next chunk can follow.
+        If requests may join, the last one stays, which keeps the device busy meanwhile; all of them
+        if only the next chunk can follow. Of steps with grammars, those without a check stay.
         """
         scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
         if overlap.waits or not in_flight.may_run_on(scheduler.decoding):
-            return 0
-        if overlap.hands_over or scheduler.waiting:
-            return 1
-        return 0 if scheduler.cancelled else len(in_flight.programs)
+            in_flight.collect_steps()
+        elif in_flight.is_checking:
+            in_flight.collect_steps(len(in_flight.programs))
+        elif overlap.hands_over or scheduler.waiting:
+            in_flight.collect_steps(len(in_flight.programs) - 1)
+        elif scheduler.cancelled:
+            in_flight.collect_steps()
 
 
 class Engine:

@@ -5,6 +5,7 @@ the results of each while the next one runs.
 """
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
-from dms_jax.generation.grammar import OpeningMatcher, masks_of
+from dms_jax.generation.checked_steps import CheckedSteps
+from dms_jax.generation.grammar import GrammarError, OpeningMatcher, masks_of
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import Extended, Runner, StepsInFlight
@@ -37,6 +39,7 @@ class InFlight:
       last_tokens: Int[B], the newest token of each lane, on the device until it is collected.
       drawn: lanes whose newest token is the first of an answer and still in flight.
       programs: programs of steps, oldest first, with the requests in their lanes.
+      checked: the steps whose tokens are checked against grammars; None without any.
     """
 
     runner: Runner
@@ -46,6 +49,7 @@ class InFlight:
     programs: collections.deque[tuple[StepsInFlight, dict[int, Request]]] = dataclasses.field(
         default_factory=collections.deque
     )
+    checked: CheckedSteps | None = None
     _records: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     _prompts: list[Request] = dataclasses.field(default_factory=list)  # of the queued records
 
@@ -99,27 +103,24 @@ class InFlight:
             num_steps = 1
         if bound:
             assert rule is not None, "answers that are given have no grammar"
-            program = self.runner.decode_checked(
-                bound,
-                self.last_tokens,
-                remaining,
-                seeds,
-                rule,
-                num_steps=num_steps,
-                end_tokens=self.end_tokens,
-                endless=endless,
-                meanwhile=meanwhile,
-            )
-            if program.steps:
-                self.programs.append((program, dict(running)))
-            assert program.checked is not None
-            if program.checked.error is not None:
-                collections.deque(meanwhile, maxlen=0)
-                self.collect_prompts()  # raises if their logits are not numbers
-                self.collect_steps()
-                raise program.checked.error
-            self.last_tokens = program.newest
+            if self.checked is None:
+                self.checked = CheckedSteps(self.runner, self.end_tokens)
+            with self._recorded_on_error(self.checked, meanwhile):
+                program = self.runner.decode_checked(
+                    self.checked,
+                    running,
+                    self.last_tokens,
+                    remaining,
+                    seeds,
+                    rule,
+                    num_steps=num_steps,
+                    endless=endless,
+                    meanwhile=meanwhile,
+                )
+            self._add_checked(program)
+            self.last_tokens = self.checked.newest
             return
+        self._settle()
         size = self.steps_a_program(num_steps)
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once if only first tokens were asked for
@@ -136,6 +137,52 @@ class InFlight:
             self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
             remaining = np.maximum(remaining - size, 0)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps are in flight or not collected."""
+        return bool(self.programs) or self.is_checking
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether steps are in flight whose tokens are not checked yet."""
+        return self.checked is not None and self.checked.in_flight
+
+    def _settle(self) -> None:
+        """Waits for steps whose tokens are not checked yet.
+
+        Raises:
+          NotNumbersError, GrammarError: see `launch_steps`.
+        """
+        if self.checked is not None and self.checked.in_flight:
+            with self._recorded_on_error(self.checked, iter(())):
+                self.runner.settle(self.checked, self.last_tokens)
+            self._add_checked(self.runner.take_checked(self.checked))
+            self.last_tokens = self.checked.newest
+
+    def _add_checked(self, program: StepsInFlight | None) -> None:
+        if program is not None:
+            assert self.checked is not None
+            self.programs.append((program, dict(self.checked.requests)))
+
+    @contextlib.contextmanager
+    def _recorded_on_error(
+        self, checked: CheckedSteps, meanwhile: Iterator[None]
+    ) -> Iterator[None]:
+        """A context that records the steps before a GrammarError."""
+        try:
+            yield
+        except GrammarError:
+            self._add_checked(self.runner.take_checked(checked))
+            collections.deque(meanwhile, maxlen=0)
+            self.collect_prompts()  # raises if their logits are not numbers
+            self.collect_steps()
+            raise
+
+    def close(self) -> None:
+        """Waits for a running check, also after an error."""
+        if self.checked is not None:
+            self.checked.close()
 
     def _endless(self, running: Mapping[int, Request]) -> Bool[np.ndarray, " B"]:
         endless = np.zeros(self.runner.num_lanes, bool)
@@ -166,7 +213,10 @@ class InFlight:
         Raises:
           NotNumbersError: logits are not numbers.
         """
-        for _ in range(len(self.programs) if count is None else count):
+        if count is None:
+            self._settle()
+            count = len(self.programs)
+        for _ in range(count):
             program, running = self.programs.popleft()
             steps = self.runner.collect(program)
             # else later programs were launched or tokens drawn

@@ -34,7 +34,7 @@ from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.checked_steps import CheckedSteps
+from dms_jax.generation.checked_steps import Checked, CheckedSteps
 from dms_jax.generation.prefill import (
     SATURATING,
     PrefillBatch,
@@ -95,25 +95,25 @@ class StepsInFlight:
 
     Attributes:
       steps: their results in order, on the device (`programs.Steps`).
-      newest: Int[B] on the device, the newest token of each lane after it.
+      newest: Int[B] on the device, the newest token of each lane after it; None for checked steps.
       most: Int[B], the most tokens that each lane takes.
       end_tokens: token ids that end an answer.
       endless: Bool[B], lanes that ignore end tokens.
       tail: the values that the host must write, if it holds any.
       table: the page table that it runs with; None unless the host holds values.
       epochs: Int[B], those of `Reservation` when it was launched.
-      checked: how their tokens were checked; None if none has a grammar.
+      checked: the steps, if their tokens were checked against grammars.
     """
 
     steps: list[Packed]
-    newest: Array
+    newest: Any
     most: Int[np.ndarray, " B"]
     end_tokens: tuple[int, ...]
     endless: Bool[np.ndarray, " B"]
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"] | None
     epochs: Int[np.ndarray, " B"]
-    checked: CheckedSteps | None = None
+    checked: Checked | None = None
 
 
 def sends_changes(size: int) -> bool:
@@ -209,6 +209,7 @@ class Runner:
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
         self._blank_undo: programs.Undo | None = None
+        self._own_table: Int[np.ndarray, "L B K M"] | None = None  # of the last checked steps
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -511,33 +512,54 @@ class Runner:
 
     def decode_checked(
         self,
-        answers: Mapping[int, Any],
-        tokens: Int[np.ndarray | jax.Array, " B"],
+        checked: CheckedSteps,
+        running: Mapping[int, Any],
+        tokens: Int[np.ndarray | Array, " B"],
         remaining: Int[np.ndarray, " B"],
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
         *,
         num_steps: int,
-        end_tokens: tuple[int, ...],
         endless: Bool[np.ndarray, " B"],
         meanwhile: Iterator[None],
-    ) -> StepsInFlight:
-        """Launches up to C decode steps, and returns when their tokens are checked.
+    ) -> StepsInFlight | None:
+        """Launches up to C decode steps; returns those that are checked, also earlier ones.
 
         Args:
-          answers: lane -> its request, if that has a matcher.
-          tokens, remaining, seeds, rule, num_steps, end_tokens, endless: as in `decode`.
+          checked: the steps of this call.
+          running: lane -> its request.
+          tokens, remaining, seeds, rule, num_steps, endless: as in `decode`.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
+
+        Raises:
+          GrammarError: see `CheckedSteps.run`.
         """
-        table, own_table = self._table_of_steps(remaining > 0)
-        given = answers, tokens, remaining, seeds, rule
-        checked = CheckedSteps(
-            self, *given, end_tokens=end_tokens, endless=endless, meanwhile=meanwhile
+        table, self._own_table = self._table_of_steps(remaining > 0)
+        given = running, tokens, remaining, seeds, rule
+        checked.run(*given, endless=endless, table=table, num_steps=num_steps, meanwhile=meanwhile)
+        return self.take_checked(checked)
+
+    def settle(self, checked: CheckedSteps, tokens: Int[np.ndarray | Array, " B"]) -> None:
+        """Waits for all of some checked steps; see `CheckedSteps.settle`."""
+        table, _ = self._table_of_steps(self._no_lanes)
+        checked.settle(tokens, table)
+
+    def take_checked(self, checked: CheckedSteps) -> StepsInFlight | None:
+        """Returns the steps that are checked and were not returned yet; None without any."""
+        steps = checked.take()
+        if steps is None:
+            return None
+        return StepsInFlight(
+            steps.steps,
+            newest=None,
+            most=steps.most,
+            end_tokens=checked.end_tokens,
+            endless=checked.endless,
+            tail=steps.tail,
+            table=self._own_table,
+            epochs=self.reservation.epochs,
+            checked=steps,
         )
-        checked.run(num_steps, table)
-        most = np.minimum(remaining, num_steps).astype(np.int64)
-        steps, newest, tail = checked.steps, checked.newest, checked.tail
-        return self._launched(steps, newest, most, end_tokens, endless, tail, own_table, checked)
 
     def _table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]
@@ -578,12 +600,11 @@ class Runner:
         endless: Bool[np.ndarray, " B"],
         tail: Tail | None,
         table: Int[np.ndarray, "L B K M"] | None,
-        checked: CheckedSteps | None = None,
     ) -> StepsInFlight:
         """Records launched steps; returns them as `StepsInFlight`."""
         self.reservation.add_steps(most)
         epochs = self.reservation.epochs
-        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs, checked)
+        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs)
 
     def send(self, tree: Any) -> Any:
         """Puts host arrays on the device for several programs; not on a mesh, see `everywhere`."""
@@ -593,9 +614,9 @@ class Runner:
 
     def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps without released lanes."""
-        steps = Steps.joined([each.read() for each in program.steps])
-        if program.checked is not None:
-            steps = program.checked.corrected(steps)
+        parts = [each.read() for each in program.steps]
+        checked = program.checked
+        steps = Steps.joined(parts) if checked is None else checked.corrected(parts)
         current = program.epochs == self.reservation.epochs
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)

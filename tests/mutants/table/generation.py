@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "generation: something is put back while an answer of one token fills the pool",
         FOLDER + "engine.py",
-        "if self.in_flight.drawn or self.in_flight.programs:",
-        "if self.in_flight.programs:",
+        "if self.in_flight.drawn or self.in_flight.has_steps:",
+        "if self.in_flight.has_steps:",
         (AT_RANDOM,),
     ),
     Mutant(
