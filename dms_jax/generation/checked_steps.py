@@ -66,6 +66,11 @@ class Redrawn:
         tokens, logprobs = self.result.read()
         return tokens[self.entries], None if logprobs is None else logprobs[self.entries]
 
+    def of(self, lanes: Bool[np.ndarray, " B"]) -> "Redrawn":
+        """Returns those of some lanes."""
+        kept = lanes[self.lanes]
+        return Redrawn(self.lanes[kept], self.entries[kept], self.result)
+
 
 @dataclasses.dataclass
 class _Step:
@@ -274,6 +279,7 @@ class CheckedSteps:
             step.void = step.void | ~kept
         self._takes_back, self._ended = self._takes_back & kept, self._ended & kept
         self._consumed = self._consumed & kept
+        self._unread = [each.of(kept) for each in self._unread]
 
     def _launch(self, table: Any, active: Bool[np.ndarray, " B"]) -> None:
         runner, last = self._runner, self._launched[-1] if self._launched else None
@@ -387,7 +393,7 @@ class CheckedSteps:
                     matchers[lane].consume(int(tokens[lane]))
         for redrawn in step.read:
             for lane, token in zip(redrawn.lanes.tolist(), redrawn.read()[0].tolist(), strict=True):
-                if token in self.end_tokens:
+                if active[lane] and token in self.end_tokens:
                     ended[lane] = True
                 elif active[lane] and not step.begins[lane] and lane in matchers:
                     matchers[lane].consume(token)

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import inspect
 import json
+import random
 import re
 import types
 
@@ -18,12 +19,19 @@ import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, checked_steps, grammar, programs
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import Grammar, GrammarError, Matcher, masks_of
+from dms_jax.generation.grammar import (
+    Grammar,
+    GrammarError,
+    Matcher,
+    make_matchers,
+    masks_of,
+)
 from dms_jax.generation.in_flight import InFlight
-from dms_jax.generation.requests import NotNumbersError
+from dms_jax.generation.requests import NotNumbersError, make_request
 from dms_jax.generation.sampling import LanesFilter, sample
 from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies.values import CacheShape
+from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     MECHANISMS,
     SHAPE,
@@ -31,6 +39,7 @@ from tests.generation.support import (
     prompts,
     requests_of,
     serve_arrivals,
+    squeezed,
     stories,
 )
 from tests.laws.rows import OPTIONS
@@ -280,6 +289,58 @@ def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
         for name in ("kv_reads", "live_tokens", "peak_tokens", "new_tokens"):
             assert getattr(other.usage, name) == getattr(one.usage, name)
         assert sent[other.index] == (other.generated, other.text)
+
+
+def drawn_requests(choose, samplings):
+    """Returns four to ten requests, some of which must end early."""
+    requests = []
+    for index in range(choose.randint(4, 10)):
+        sampling = choose.choice(samplings)
+        prompt = PROMPTS[choose.randrange(len(PROMPTS))]
+        request = make_request(stories().config, prompt, sampling, index=index, seed=sampling.seed)
+        request.max_new_tokens = choose.choice((1, 2, 9, sampling.max_new_tokens))
+        requests.append(request)
+    make_matchers(stories(), requests)
+    return requests
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("chunk", [2, 4])
+@pytest.mark.parametrize("undoes", [True, False])
+def test_random_arrivals_with_grammars(chunk, undoes, monkeypatch):
+    """Cancelled, preempted and stopped in all states of the checks: each is answered as alone."""
+    monkeypatch.setattr(checked_steps, "MOST_REFUSED", 2 if undoes else 0)
+    options = dict(max_tokens=64, page_size=8, prefill_chunk=16)
+    alone = Engine(stories(), dms_jax.Vanilla(), num_lanes=1, chunk=1, **options)
+    engine = Engine(stories(), dms_jax.Vanilla(), num_lanes=4, chunk=chunk, **options)
+    pairs = Grammar.regex("([ a-z]{1,6}!){200,}")
+    samplings = [*host_grammars(), Sampling(max_new_tokens=30, seed=6, grammar=pairs)]
+    rows = stories().config.num_layers * stories().config.num_kv_heads
+    known, reached = {}, collections.Counter()
+    for seed in range(16):
+        choose = random.Random(seed)
+        requests = drawn_requests(choose, samplings)
+        with squeezed(engine, choose.choice((8, 9, 12)) * rows):
+            events = serve_at_random(engine, requests, choose)
+        reached += collections.Counter(each.finish_reason for each in requests)
+        reached["preempted"] += len(events.preempted)
+        for each in requests:
+            key = tuple(each.prompt), each.sampling, each.max_new_tokens
+            if key not in known:
+                (known[key],) = requests_of([each.prompt], [each.sampling])
+                known[key].max_new_tokens = each.max_new_tokens
+                serve_arrivals(alone, [[known[key]]])
+            want, count = known[key], len(each.generated)
+            assert each.generated == want.generated[:count]
+            assert each.logprobs == want.logprobs[: len(each.logprobs)]
+            if each.finish_reason == "cancelled":
+                continue
+            assert (each.finish_reason, each.text) == (want.finish_reason, want.text)
+            assert each.usage.new_tokens == want.usage.new_tokens
+            if each.index not in events.preempted:
+                assert each.usage.kv_reads == want.usage.kv_reads
+    kinds = ("end", "length", "stop", "cancelled", "preempted")
+    assert min(reached[each] for each in kinds) > 1, reached
 
 
 @pytest.mark.usefixtures("fakes")
