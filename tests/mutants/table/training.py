@@ -38,13 +38,6 @@ MUTANTS = [
         (f"{RETROFIT}::test_the_borrowed_neuron_decays_and_is_zeroed",),
     ),
     Mutant(
-        "training: the spread of heads pulls the layer's mean along",
-        FOLDER + "compression_loss.py",
-        "middle = jax.lax.stop_gradient(jnp.mean(shares, axis=-1, keepdims=True))",
-        "middle = jnp.mean(shares, axis=-1, keepdims=True)",
-        ("tests/training/test_compression_loss.py::test_head_spread_keeps_the_mean",),
-    ),
-    Mutant(
         "checkpoints: those that the divergence has spoilt stay",
         FOLDER + "loop.py",
         "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",
