@@ -5,7 +5,7 @@
 
 Documents (`sources.py`) become token ids (`tokenization.py`) in one or several shuffled streams
 (`streams.py`), streams become sequences of T tokens (`packing.py`), and sequences become batches.
-Threads tokenize and pack ahead while the device trains.
+A thread tokenizes and packs ahead while the device trains.
 
 **Training steps.** A step takes B sequences, and its row r is the next sequence of stream r mod S.
 S is B (or the greatest common divisor of batch sizes that differ between steps). So the data of a
@@ -112,7 +112,7 @@ def batches(
     import grain
 
     from dms_jax.data.packing import pack
-    from dms_jax.data.streams import one_stream
+    from dms_jax.data.streams import streams
 
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
@@ -120,7 +120,7 @@ def batches(
     source = keep_encodable(as_source(data), tokenizer, vocab_size)
     documents = TokenizedDocuments(source, tokenizer, vocab_size)
     sequences = pack(
-        one_stream(documents, seed=seed, repeat=repeat),
+        streams(documents, 1, [0], seed=seed, repeat=repeat)[0],
         packing=packing,
         length=length,
         bins=_OPEN_SEQUENCES,
@@ -242,7 +242,7 @@ def process_batches(
       DataError: the data cannot be used.
     """
     from dms_jax.data.packing import pack
-    from dms_jax.data.streams import split_streams
+    from dms_jax.data.streams import streams
 
     documents = TokenizedDocuments(as_source(data), tokenizer, vocab_size)
     if len(documents) < assignment.streams:
@@ -252,15 +252,14 @@ def process_batches(
             "documents or a smaller batch_size.",
             skip_file_prefixes=(PACKAGE,),
         )
-    streams = split_streams(documents, assignment.streams, assignment.own_streams, seed=seed)
+    own = streams(documents, assignment.streams, assignment.own_streams, seed=seed)
     options: dict[str, Any] = dict(
         packing=packing,
         length=length,
         bins=max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // assignment.streams),
     )
     sequences = {
-        number: iter(pack(stream, seed=seed + number, **options))
-        for number, stream in streams.items()
+        number: iter(pack(stream, seed=seed + number, **options)) for number, stream in own.items()
     }
     return ProcessBatches(sequences, assignment)
 
