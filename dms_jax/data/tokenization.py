@@ -1,4 +1,4 @@
-"""Tokenization of documents, with long texts in chunks.
+"""Tokenization of documents.
 
 A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
 conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
@@ -10,11 +10,6 @@ generation: the template up to an answer is its prompt.
 
     # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
 
-**Chunks.** Some tokenizers take more than linear time, so a long text is tokenized in chunks, which
-end at white space if there is any, or else before "<" or "[", where a special token may begin. A
-chunk is tokenized behind a line break, whose tokens are removed, because some tokenizers put a
-space before a text.
-
 **Documents that cannot be encoded.** A chat template may refuse a well-formed conversation, and a
 token may be outside the vocabulary. If a share of the documents may be malformed
 (`Source.malformed`), all are checked before the first step, so that every process and every resumed
@@ -23,7 +18,6 @@ has more tokens than the model.
 """
 
 import array
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +28,6 @@ from jaxtyping import Bool, Int
 from dms_jax.checkpoint.messages import read_messages
 from dms_jax.data.documents import AnswersOnly, Document, Exchange, Source
 from dms_jax.errors import DataError
-
-CHUNK = 32_768  # characters
-_LINE = re.compile(r"(?<=\S)\n(?=\S)")
-_WORD = re.compile(r"(?<=\S)(?=[ \n\t])")
-_SPECIAL = re.compile(r"(?=[<\[])")  # special tokens begin so; none is split
 
 Part = tuple[str | np.ndarray, bool]  # a text or token ids; whether it belongs to an answer
 Tokenized = dict[str, np.ndarray]
@@ -168,7 +157,9 @@ def _check_document(
 def _encode_parts(parts: list[Part], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns the token ids of parts, and whether each belongs to an answer."""
     ids = [
-        _token_ids(_encode_text(part, tokenizer)) if isinstance(part, str) else part
+        _token_ids(tokenizer.encode(part, add_special_tokens=False))
+        if isinstance(part, str)
+        else part
         for part, _ in parts
     ]
     answers = [
@@ -277,32 +268,3 @@ def _token_ids(document: Any) -> np.ndarray:
             f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
         )
     return tokens.astype(np.int32)
-
-
-def _encode_text(text: str, tokenizer: Any) -> list[int]:
-    """Returns the token ids of a text, without special ones, chunk by chunk."""
-    end = _cut(text, 0)
-    ids = _encode(text[:end], tokenizer)
-    while end < len(text):
-        start, end = end, _cut(text, end)
-        line, chunk = (_encode("\n" + each, tokenizer) for each in ("", text[start:end]))
-        if chunk[: len(line)] == line:
-            ids += chunk[len(line) :]
-        else:  # the line break became part of another token
-            ids += _encode(text[start:end], tokenizer)
-    return ids
-
-
-def _cut(text: str, start: int) -> int:
-    """Returns the end of the chunk that starts at `start`: a place of a pattern, if any."""
-    end = start + CHUNK
-    if end >= len(text):
-        return len(text)
-    for pattern in (_LINE, _WORD, _SPECIAL):
-        if places := [found.end() for found in pattern.finditer(text, end - CHUNK // 2, end)]:
-            return places[-1]
-    return end
-
-
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,8 +1,7 @@
-"""Documents to token ids: answers, long texts in chunks, documents that cannot be encoded."""
+"""Documents to token ids: answers, and documents that cannot be encoded."""
 
 import itertools
 import json
-import pathlib
 
 import chex
 import numpy as np
@@ -19,12 +18,10 @@ from dms_jax.data import (
     batches,
     encode_answers,
     encode_document,
-    tokenization,
 )
 from dms_jax.data.tokenization import keep_encodable
 from dms_jax.errors import ConfigError, DataError
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 TEMPLATE = """{% for turn in messages %}
 {% if (turn.role == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('roles must alternate') }}{% endif %}
@@ -131,67 +128,10 @@ def test_document_without_answers_is_refused(document, tokenizer, message):
         encode_answers(document, tokenizer)
 
 
-def named(name):
-    return Tokenizer.from_directory(
-        assets.path("stories260k") if name == "stories260k" else GOLDEN / name
-    )
-
-
-@pytest.fixture
-def short_chunks(monkeypatch):
-    monkeypatch.setattr(tokenization, "CHUNK", 200)
-
-
-@pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
-@pytest.mark.parametrize("breaks", ["lines", "words"])
-def test_chunks_equal_the_whole(short_chunks, encoded_sizes, name, breaks):
-    text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"
-    if breaks == "words":
-        text = " ".join(text.split())
-    own = named(name)
-    whole = own.encode(text, add_special_tokens=False)
-    encoded_sizes.clear()
-    ids = encode_document(text, own).tolist()
-    assert [each for each in ids if each not in (own.bos_token_id, own.eos_token_id)] == whole
-    assert max(encoded_sizes) <= tokenization.CHUNK + 1
-    assert len(encoded_sizes) > len(text) / 200
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
-def test_long_turns_and_responses_are_tokenized_in_chunks(short_chunks, name, encoded_sizes):
-    """Answers may be reasoning traces of megabytes, which used to be tokenized whole."""
-    own, end = named(name), {"gpt2": "<|endoftext|>", "mistral": "</s>", "qwen2": "<|im_end|>"}
-    own.chat_template = (
-        "{% for turn in messages %}{{ turn.role }}\n{{ turn.content }}" + end[name] + "\n"
-        "{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
-    )
-    long = "\n\n".join(assets.stories("valid")[:4])
-    chat = [{"role": "user", "content": long}, {"role": "assistant", "content": f"Yes.\n{long}"}]
-    whole = own.encode(own.apply_chat_template(chat, False), add_special_tokens=False)
-    encoded_sizes.clear()
-    assert encode_document(chat, own).tolist() == whole
-    answers, counts = encode_answers(Exchange(long, chat[1]["content"]), own)
-    assert max(encoded_sizes) <= tokenization.CHUNK + 1 < len(long)
-    assert own.decode(answers[counts]) == own.decode(own.encode(f"Yes.\n{long}{end[name]}", False))
-
-
-def test_text_without_spaces_keeps_special_tokens_whole(short_chunks):
-    own, text = named("qwen2"), ("a" * 41 + "<|im_end|>") * 30
-    tokens = own.encode(text, add_special_tokens=False)
-    assert encode_document(text, own).tolist()[: len(tokens)] == tokens
-
-
-def test_run_of_one_letter_is_tokenized_in_chunks(encoded_sizes):
-    """A megabyte of one letter took minutes as a whole."""
-    own = named("stories260k")
-    tokens = encode_document("a" * 1_000_000, own)
-    assert own.decode(tokens.tolist()).strip() == "a" * 1_000_000
-    assert max(encoded_sizes) <= tokenization.CHUNK + 1
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(named("stories260k").backend, chat_template=TEMPLATE)
+    own = Tokenizer.from_directory(assets.path("stories260k"))
+    return Tokenizer(own.backend, chat_template=TEMPLATE)
 
 
 def chat(*roles):
