@@ -22,9 +22,8 @@ import dataclasses
 import json
 import math
 import warnings
-import weakref
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from dms_jax.model.language_model import PACKAGE, whole_numbers
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
 Batch = dict[str, np.ndarray]
 
-# Batches that are packed ahead.
+# Batches that are drawn ahead.
 _BATCHES_AHEAD = 2
 # Open sequences of first fit: in all streams together, and the minimum per stream.
 _OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
@@ -46,36 +45,45 @@ _KEYS = {"tokens", "loss_mask", "segment_ids"}
 
 
 class Batches:
-    """An iterator over batches whose state can be saved as JSON data and restored."""
+    """An iterator over batches, drawn ahead in a thread; its state can be saved and restored.
 
-    def __init__(self, iterator: Any):
-        self._held = [iterator]
-        # Otherwise a prefetch thread would wait forever for room in its queue. Unlike `__del__`, a
-        # finalizer runs before the interpreter clears modules at exit.
-        weakref.finalize(self, _close, self._held)
+    Args:
+      draw: returns the next batch.
+      get_state, set_state: the state after the batches drawn so far, as JSON data.
+    """
 
-    def __iter__(self) -> "Batches":
+    def __init__(
+        self,
+        draw: Callable[[], Batch],
+        get_state: Callable[[], dict[str, Any]],
+        set_state: Callable[[dict[str, Any]], None],
+    ):
+        self._draw, self._get, self._set = draw, get_state, set_state
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
+        self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
+        self._state = get_state()
+
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        return next(self._held[0])
+        while len(self._ahead) < _BATCHES_AHEAD:
+            self._ahead.append(self._thread.submit(lambda: (self._draw(), self._get())))
+        batch, self._state = self._ahead.popleft().result()
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of the iterator as JSON data."""
-        return self._held[0].get_state()
+        return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state from `get_state` of an iterator over the same data."""
-        self._held[0].set_state(state)
-
-    def close(self) -> None:
-        """Ends the read-ahead and packing threads."""
-        self._held[0].close()
-
-
-def _close(held: list[Any]) -> None:
-    """Closes and drops the iterator."""
-    held.pop().close()
+        for each in self._ahead:
+            each.cancel()
+        concurrent.futures.wait(self._ahead)
+        self._ahead.clear()
+        self._set(state)
+        self._state = self._get()
 
 
 def batches(
@@ -109,8 +117,6 @@ def batches(
       ConfigError: an option is malformed.
       DataError: the data cannot be used; the message names file and line if there are any.
     """
-    import grain
-
     from dms_jax.data.packing import pack
     from dms_jax.data.streams import streams
 
@@ -126,14 +132,8 @@ def batches(
         bins=_OPEN_SEQUENCES,
         seed=seed or 0,
     )
-    batched = sequences.batch(batch_size, drop_remainder=True)
-    return Batches(
-        iter(
-            grain.experimental.ThreadPrefetchIterDataset(
-                batched, prefetch_buffer_size=_BATCHES_AHEAD
-            )
-        )
-    )
+    drawn = iter(sequences.batch(batch_size, drop_remainder=True))
+    return Batches(drawn.__next__, drawn.get_state, drawn.set_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +161,8 @@ class RowAssignment:
         return [number for number in range(self.streams) if number % self.pass_size in self.rows]
 
 
-class ProcessBatches:
-    """An iterator over the rows of this process, one pass after the other, packed ahead.
+class ProcessBatches(Batches):
+    """An iterator over the rows of this process, one pass after the other.
 
     Args:
       streams: stream number -> resumable iterator over its sequences, for this process's streams.
@@ -171,28 +171,22 @@ class ProcessBatches:
 
     def __init__(self, streams: dict[int, Any], assignment: RowAssignment):
         self._streams, self._assignment = streams, assignment
-        self._packer = concurrent.futures.ThreadPoolExecutor(1, "pack")
-        self._prefetched: collections.deque[concurrent.futures.Future] = collections.deque()
         self._first = 0  # stream of the next pass's first row
-        self._state = self._states()
+        super().__init__(self._pack, self._states, self._restore)
 
-    def __iter__(self) -> "ProcessBatches":
-        return self
-
-    def __next__(self) -> Batch:
-        while len(self._prefetched) < _BATCHES_AHEAD:
-            self._prefetched.append(self._packer.submit(self._pack))
-        batch, self._state = self._prefetched.popleft().result()
-        return batch
-
-    def _pack(self) -> tuple[Batch, dict[str, Any]]:
-        """Returns the rows of the next pass, and the state after it."""
+    def _pack(self) -> Batch:
+        """Returns the rows of the next pass."""
         drawn = [next(self._streams[self._first + row]) for row in self._assignment.rows]
         self._first = (self._first + self._assignment.pass_size) % self._assignment.streams
-        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}, self._states()
+        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
 
     def _states(self) -> dict[str, Any]:
         return {str(number): stream.get_state() for number, stream in self._streams.items()}
+
+    def _restore(self, states: dict[str, Any]) -> None:
+        for number, stream in self._streams.items():
+            stream.set_state(states[str(number)])
+        self._first = 0
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of all processes' streams as JSON data; every process must call it."""
@@ -213,13 +207,7 @@ class ProcessBatches:
                 f"The data of this run were dealt to {len(states)} sequences a step, and the "
                 f"recipe has {self._assignment.streams}. Give the same batch sizes to resume it."
             )
-        for each in self._prefetched:
-            each.cancel()
-        concurrent.futures.wait(self._prefetched)
-        self._prefetched.clear()
-        for number, stream in self._streams.items():
-            stream.set_state(states[str(number)])
-        self._first, self._state = 0, self._states()
+        super().set_state(states)
 
 
 def process_batches(
