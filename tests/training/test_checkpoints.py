@@ -15,13 +15,10 @@ import threading
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dms_jax.errors import CheckpointError, ConfigError, DataError, TrainingDivergedError
 from dms_jax.model.language_model import LanguageModel
-from dms_jax.sharding import make_mesh
 from dms_jax.training import retrofit
 from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
@@ -110,37 +107,12 @@ def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3", "4"]
 
 
-def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
-    one, other = make_mesh(8, 1), make_mesh(2, 4)
-    value = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    before = jax.device_put(value, NamedSharding(one, PartitionSpec("data", None)))
-    place = NamedSharding(other, PartitionSpec("data", "model"))
-    with contextlib.closing(opened(tmp_path)) as directory:
-        directory.save(1, {"weights": before}, None)
-    with saved(tmp_path) as directory:
-        abstract = {"weights": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=place)}
-        after = directory.restore(abstract)[0]["weights"]
-    assert after.sharding == place
-    chex.assert_trees_all_equal(np.asarray(after), value)
-
-
 def test_second_concurrent_run_is_refused(tmp_path):
     directory = opened(tmp_path)
     with pytest.raises(ConfigError, match="Another run is writing to "):
         opened(tmp_path)
     directory.close()
     opened(tmp_path).close()
-
-
-def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path):
-    with saved(tmp_path, 1):
-        pass
-    left = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp-7"
-    left.mkdir()
-    (left / "part").write_text("")
-    with saved(tmp_path, 2) as directory:
-        assert directory.latest_step == 2
-    assert not left.exists()
 
 
 @contextlib.contextmanager
