@@ -196,7 +196,7 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-                directory.checkpoints.wait()  # holds the moments until they are written
+                directory.wait()  # holds the moments until they are written
             del trainer  # frees the moments, before whole matrices are placed on the devices
             return _placed(result)
     finally:

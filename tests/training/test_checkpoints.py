@@ -68,7 +68,7 @@ def saved(path, *steps, **options):
     try:
         for step in steps:
             directory.save(step, state(step), {"position": step})
-        directory.checkpoints.finish()
+        directory.finish()
         yield directory
     finally:
         directory.close()
@@ -134,21 +134,21 @@ def noise(step):
 def test_a_full_disk_warns_and_keeps_older_checkpoints(tmp_path):
     directory = opened(tmp_path)
     directory.save(1, noise(1), None)
-    directory.checkpoints.finish()
+    directory.finish()
     threads = set(threading.enumerate())
     with largest_file(1 << 15):
         directory.save(2, noise(2), None)
         with pytest.warns(UserWarning, match=r"step 2 cannot be written .*File too large.*step 1"):
             directory.save(3, noise(3), None)
         with pytest.raises(CheckpointError, match=r"step 3 cannot be written .*last one is of st"):
-            directory.checkpoints.finish()
+            directory.finish()
         for thread in set(threading.enumerate()) - threads:
             if not thread.name.startswith("asyncio"):
                 thread.join(60.0)
                 assert not thread.is_alive(), thread.name  # the checkpoint manager's threads
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
     directory.save(4, noise(4), None)
-    directory.checkpoints.finish()
+    directory.finish()
     directory.close()
     with saved(tmp_path) as directory:
         restored, _ = directory.restore(jax.eval_shape(lambda: noise(0)))

@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "checkpoints: those that the divergence has spoilt stay",
         FOLDER + "loop.py",
-        "self._directory.checkpoints.discard(step - self._skipped_in_a_row)",
-        "self._directory.checkpoints.discard(step)",
+        "self._directory.discard(step - self._skipped_in_a_row)",
+        "self._directory.discard(step)",
         (f"{CHECKPOINTS}::test_checkpoints_followed_only_by_nan_are_dropped",),
     ),
     Mutant(
