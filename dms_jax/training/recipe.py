@@ -147,7 +147,6 @@ class Recipe(Options):
         all weights if it borrows a neuron.
       low_rank: rank and alpha of the updates that "low_rank" trains.
       loss: "distillation" from the original model, or "language_modeling".
-      kl: direction of the distillation, "reverse" = KL(student || teacher).
       distillation_temperature: T, by which the logits of student and teacher are divided; the loss
         is multiplied by T^2, so that its gradients keep their scale relative to the compression
         loss.
@@ -186,7 +185,6 @@ class Recipe(Options):
     trainable: Trainable = "auto"
     low_rank: LowRank = dataclasses.field(default_factory=LowRank)
     loss: Loss = "distillation"
-    kl: Literal["reverse", "forward"] = "reverse"
     distillation_temperature: Positive = 1.0
     text_weight: NotNegative = 0.0
     distillation_positions: DistillationPositions = "targets"

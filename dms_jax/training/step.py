@@ -412,7 +412,6 @@ class TrainingStep:
             targets=of_own_tokens(row, jnp.roll(sequences.tokens, -1, axis=-1)),
             mask=of_own_tokens(row, sequences.distillation_mask(recipe.distillation_positions)),
             target_mask=of_own_tokens(row, sequences.target_mask),
-            direction=recipe.kl,
             temperature=recipe.distillation_temperature,
             text_weight=recipe.text_weight,
         )

@@ -88,7 +88,7 @@ def test_ratio_and_neuron_step_by_step(recipe, policy, total, expected):
 
 def test_the_settings_of_the_released_code():
     recipe = recipes.dms_published(compression_ratio=8)
-    assert (recipe.stages[-1].learning_rate, recipe.weight_decay, recipe.kl) == (3e-5, 0, "reverse")
+    assert (recipe.stages[-1].learning_rate, recipe.weight_decay) == (3e-5, 0)
     assert (recipe.sequence_length, recipe.batch_size, recipe.trainable) == (32768, 8, "auto")
     assert (recipe.ignore_end_token, recipe.distillation_positions) == (True, "inputs")
 
