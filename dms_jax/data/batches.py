@@ -30,7 +30,7 @@ import numpy as np
 from dms_jax import processes
 from dms_jax.checks import Count, check, require, show
 from dms_jax.data.sources import as_source
-from dms_jax.data.tokenization import TokenizedDocuments, check_vocabulary, keep_encodable
+from dms_jax.data.tokenization import TokenizedDocuments, check_vocabulary
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import PACKAGE, whole_numbers
 
@@ -123,8 +123,7 @@ def batches(
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    source = keep_encodable(as_source(data), tokenizer, vocab_size)
-    documents = TokenizedDocuments(source, tokenizer, vocab_size)
+    documents = TokenizedDocuments(as_source(data), tokenizer, vocab_size)
     sequences = pack(
         streams(documents, 1, [0], seed=seed, repeat=repeat)[0],
         packing=packing,

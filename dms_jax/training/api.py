@@ -21,7 +21,6 @@ from dms_jax.checks import check, show_options
 from dms_jax.data import AnswersOnly, as_source
 from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.sources import fingerprint
-from dms_jax.data.tokenization import keep_encodable
 from dms_jax.devices import fits_device, out_of_memory
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import PACKAGE, LanguageModel, check_model, use_mesh
@@ -151,8 +150,6 @@ def train(
     if not hasattr(data, "__next__"):
         data = as_source(data)
         data = AnswersOnly(data) if recipe.answers_only else data
-        # Before the fingerprint: dropping documents that cannot be encoded changes it.
-        data = keep_encodable(data, model.tokenizer, model.config.vocab_size)
         digest = fingerprint(data)
         source = process_batches(
             data,

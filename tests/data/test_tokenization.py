@@ -19,7 +19,7 @@ from dms_jax.data import (
     encode_answers,
     encode_document,
 )
-from dms_jax.data.tokenization import keep_encodable
+from dms_jax.data.tokenization import TokenizedDocuments
 from dms_jax.errors import ConfigError, DataError
 
 TEMPLATE = """{% for turn in messages %}
@@ -138,10 +138,6 @@ def chat(*roles):
     return [{"role": role, "content": "Once upon a time"} for role in roles]
 
 
-def everything(source):
-    return [source[index] for index in range(len(source))]
-
-
 def test_conversations_that_the_template_refuses_count_as_malformed(tmp_path, tokenizer):
     good, bad = chat("user", "assistant"), chat("assistant", "user")
     lines = [json.dumps({"messages": each}) for each in (good, bad, good, bad)]
@@ -149,61 +145,38 @@ def test_conversations_that_the_template_refuses_count_as_malformed(tmp_path, to
     path.write_text("\n".join([lines[0], "{oops", *lines[1:]]))
     with pytest.warns(UserWarning, match="1 of 5 lines are malformed and left out"):
         source = as_source(path, Fields(malformed=0.6))
-    told = (
-        r"2 of 5 documents cannot be encoded, beside 1 that are malformed\. They are left out\. "
-        r"The first: .*a\.jsonl, line 3: .*roles must alternate"
-    )
-    with pytest.warns(UserWarning, match=told):
-        left = keep_encodable(source, tokenizer, 512)
-    assert everything(left) == [good, good]
-    assert [left.where(index) for index in (0, 1)] == [f"{path}, line 1", f"{path}, line 4"]
+    documents = TokenizedDocuments(source, tokenizer, 512)
+    with pytest.warns(UserWarning, match=r"left out.*a\.jsonl, line 3: .*roles must alternate"):
+        sizes = [len(documents[index]["tokens"]) for index in range(4)]
+    assert [size > 0 for size in sizes] == [True, False, True, False]
+    assert not len(documents[1]["tokens"])  # it counts once
     with pytest.warns(UserWarning, match="malformed and left out"):
         source = as_source(path, Fields(malformed=0.59))
-    with pytest.raises(DataError, match=r"more than a share of 0\.59.*line 3: .*must alternate"):
-        keep_encodable(source, tokenizer, 512)
-    assert source.refused == 1
+    documents = TokenizedDocuments(source, tokenizer, 512)
+    with pytest.warns(UserWarning, match="left out"):
+        documents[1]
+    told = r"3 of 5 documents .* more than a share of 0\.59.*line 5: .*must alternate"
+    with pytest.raises(DataError, match=told):
+        documents[3]
 
 
-def test_nothing_is_read_in_advance_without_a_share(tokenizer):
+def test_nothing_is_left_out_without_a_share(tokenizer):
     source = Documents([chat("assistant")])
-    assert keep_encodable(source, tokenizer, 512) is source
-    with pytest.raises(DataError, match=r"document 0: .*roles must alternate"):
-        next(batches(source, tokenizer, batch_size=1, length=4))
+    with pytest.raises(DataError, match=r"^document 0: .*roles must alternate"):
+        TokenizedDocuments(source, tokenizer, 512)[0]
     with pytest.raises(ConfigError, match="malformed must be"):
         Documents([], malformed=2.0)
 
 
-def test_tokens_outside_the_vocabulary_are_left_out(tokenizer):
+@pytest.mark.filterwarnings("ignore:A document cannot be encoded")
+def test_batches_have_the_documents_that_are_left(tokenizer):
     rows = [[1, 2], [1, 9], np.array([3]), Exchange([4], [-1]), Exchange([4], [5])]
-    told = r"2 of 5 documents cannot be encoded\. .*document 1: token ids must lie in 0 \.\.\. 8"
-    with pytest.warns(UserWarning, match=told):
-        left = keep_encodable(as_source(rows, Fields(malformed=0.5)), None, 9)
-    assert everything(left) == [rows[0], rows[2], rows[4]]
-    with pytest.raises(DataError, match="more than a share"):
-        keep_encodable(Documents(rows, malformed=0.3), None, 9)
-    with pytest.raises(DataError, match="and none is left"):
-        keep_encodable(Documents(rows[1:2], malformed=1.0), None, 9)
-    # With a tokenizer that has more tokens than the model.
-    texts = ["a", "Once upon a time"]
-    most = max(max(tokenizer.encode(texts[0])), 10)
-    with pytest.warns(UserWarning, match=r"1 of 2 documents.*document 1: token ids"):
-        left = keep_encodable(Documents(texts, malformed=0.5), tokenizer, most + 1)
-    assert everything(left) == texts[:1]
-
-
-def test_check_does_not_tokenize_if_the_vocabularies_are_equal(tokenizer, monkeypatch):
-    def refused(*_, **__):
-        raise AssertionError("a text was tokenized")
-
-    monkeypatch.setattr(Tokenizer, "encode", refused)
-    rows = ["a text", chat("user"), Exchange("Once", "upon")]
-    source = Documents(rows, malformed=0.5)
-    assert keep_encodable(source, tokenizer, tokenizer.vocab_size) is source
-
-
-def test_documents_without_answers_are_left_out(tokenizer):
-    rows = [chat("user", "assistant"), chat("user"), "no answer at all"]
-    with pytest.warns(UserWarning, match=r"2 of 3 .*document 1: .*no turn of the assistant"):
-        left = keep_encodable(AnswersOnly(Documents(rows, malformed=0.7)), tokenizer, 512)
-    assert isinstance(left, AnswersOnly)
-    assert everything(left) == rows[:1]
+    options = dict(batch_size=1, length=5, seed=None, repeat=False)
+    (batch,) = batches(Documents(rows, malformed=0.5), vocab_size=9, **options)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5]]
+    with pytest.raises(DataError, match="contain no tokens"):
+        next(batches(Documents(rows[1:2], malformed=1.0), vocab_size=9, batch_size=1, length=4))
+    turns = [chat("user", "assistant"), chat("user"), "no answer at all"]
+    answers = AnswersOnly(Documents(turns, malformed=0.7))
+    found = [len(TokenizedDocuments(answers, tokenizer, 512)[i]["tokens"]) for i in range(3)]
+    assert [size > 0 for size in found] == [True, False, False]
