@@ -96,12 +96,12 @@ def batches(
     vocab_size: int | None = None,
     seed: int | None = 0,
     repeat: bool = True,
+    answers_only: bool = False,
 ) -> Batches:
     """Returns an iterator over batches.
 
     Args:
-      data: a source, paths, texts, conversations or token ids; see `as_source`. With `AnswersOnly`
-        the loss mask keeps only the answers.
+      data: a source, paths, texts, conversations or token ids; see `as_source`.
       tokenizer: the model's tokenizer; may be None for token ids.
       batch_size: B, sequences per batch.
       length: T, tokens per sequence.
@@ -112,6 +112,7 @@ def batches(
       seed: seed of the order of the documents, which is new in each epoch; None keeps the data's
         order.
       repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
+      answers_only: whether the loss mask keeps only the answers.
 
     Raises:
       ConfigError: an option is malformed.
@@ -123,7 +124,9 @@ def batches(
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    documents = TokenizedDocuments(as_source(data), tokenizer, vocab_size)
+    documents = TokenizedDocuments(
+        as_source(data), tokenizer, vocab_size, answers_only=answers_only
+    )
     sequences = pack(
         streams(documents, 1, [0], seed=seed, repeat=repeat)[0],
         packing=packing,
@@ -218,12 +221,13 @@ def process_batches(
     packing: Packing,
     vocab_size: int,
     seed: int,
+    answers_only: bool = False,
 ) -> ProcessBatches:
     """Returns the iterator over this process's rows of the passes of optimizer steps.
 
     Args:
       assignment: the rows of each step for this process.
-      data, tokenizer, length, packing, vocab_size, seed: as for `batches`.
+      data, tokenizer, length, packing, vocab_size, seed, answers_only: as for `batches`.
 
     Raises:
       DataError: the data cannot be used.
@@ -231,7 +235,9 @@ def process_batches(
     from dms_jax.data.packing import pack
     from dms_jax.data.streams import streams
 
-    documents = TokenizedDocuments(as_source(data), tokenizer, vocab_size)
+    documents = TokenizedDocuments(
+        as_source(data), tokenizer, vocab_size, answers_only=answers_only
+    )
     if len(documents) < assignment.streams:
         warnings.warn(
             f"A step takes {assignment.streams} sequences, each of other documents, and there are "

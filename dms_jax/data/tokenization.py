@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from dms_jax.checkpoint.messages import read_messages
-from dms_jax.data.documents import AnswersOnly, Exchange, Source
+from dms_jax.data.documents import Exchange, Source
 from dms_jax.errors import DataError
 
 Part = tuple[str | np.ndarray, bool]  # a text or token ids; whether it belongs to an answer
@@ -36,8 +36,11 @@ class TokenizedDocuments:
     {"tokens": int32 [n], "loss_mask": bool [n]}
     """
 
-    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
+    def __init__(
+        self, source: Source, tokenizer: Any, vocab_size: int | None, *, answers_only: bool = False
+    ):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        self._answers_only = answers_only
         self._left_out: set[int] = set()
 
     def __len__(self) -> int:
@@ -45,7 +48,7 @@ class TokenizedDocuments:
 
     def __getitem__(self, index: int) -> Tokenized:
         try:
-            if isinstance(self._source, AnswersOnly):
+            if self._answers_only:
                 tokens, counts = encode_answers(self._source[index], self._tokenizer)
             else:
                 tokens = encode_document(self._source[index], self._tokenizer)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
-from dms_jax.data import AnswersOnly, as_source
+from dms_jax.data import as_source
 from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.sources import fingerprint
 from dms_jax.devices import fits_device, out_of_memory
@@ -149,7 +149,6 @@ def train(
     source, digest = data, None
     if not hasattr(data, "__next__"):
         data = as_source(data)
-        data = AnswersOnly(data) if recipe.answers_only else data
         digest = fingerprint(data)
         source = process_batches(
             data,
@@ -159,6 +158,7 @@ def train(
             packing=recipe.packing,
             vocab_size=model.config.vocab_size,
             seed=run.seed,
+            answers_only=recipe.answers_only,
         )
     directory = None
     if out is not None:  # after all checks, so that a rejected run leaves no directory

@@ -181,15 +181,3 @@ def test_missing_fields_are_reported_at_once(tmp_path):
         as_source(path)
     with pytest.raises(DataError, match=r"line 1: there is no field 'boddy'; fields: body\.$"):
         as_source(path, Fields("boddy"))
-
-
-class Template:
-    """A tokenizer whose template joins the contents."""
-
-    bos_token_id = eos_token_id = chat_template = None
-
-    def encode(self, text, add_special_tokens=True):
-        return list(text.encode())
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        return "".join(turn["content"] for turn in messages)

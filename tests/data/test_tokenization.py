@@ -10,7 +10,6 @@ import pytest
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import (
-    AnswersOnly,
     Documents,
     Exchange,
     Fields,
@@ -177,6 +176,7 @@ def test_batches_have_the_documents_that_are_left(tokenizer):
     with pytest.raises(DataError, match="contain no tokens"):
         next(batches(Documents(rows[1:2], malformed=1.0), vocab_size=9, batch_size=1, length=4))
     turns = [chat("user", "assistant"), chat("user"), "no answer at all"]
-    answers = AnswersOnly(Documents(turns, malformed=0.7))
-    found = [len(TokenizedDocuments(answers, tokenizer, 512)[i]["tokens"]) for i in range(3)]
+    source = Documents(turns, malformed=0.7)
+    answers = TokenizedDocuments(source, tokenizer, 512, answers_only=True)
+    found = [len(answers[index]["tokens"]) for index in range(3)]
     assert [size > 0 for size in found] == [True, False, False]
