@@ -14,7 +14,6 @@ Processes agree through jax's coordination service, over the hosts' network, nev
 devices: a collective would wait for all steps in flight, and forever if a process has failed.
 """
 
-import collections
 import functools
 import itertools
 import os
@@ -281,38 +280,22 @@ def parts(
     """Yields parts of arrays on the host, in the first process; None in the others.
 
     All processes gather an array that is spread over them, so they must ask for the same parts in
-    the same order. At most two gathered parts are in memory at a time.
+    the same order.
 
     Args:
       asked: (array, index along its first axis or None for all of it).
     """
     here, last, wanted = None, None, is_first()
-    gathered: collections.deque[jax.Array] = collections.deque()
-
-    def settle() -> np.ndarray | None:
-        part = gathered.popleft()
-        if wanted:
-            return np.asarray(part)
-        part.block_until_ready()  # otherwise unwanted parts would pile up on the devices
-        return None
-
     for value, at in asked:
-        if is_here(value):
-            while gathered:
-                yield settle()
-            if wanted and value is not last:
-                here, last = None, value  # avoids two arrays on the host
-                here = to_host(value)
-            yield (here if at is None else here[at]) if wanted and here is not None else None
+        if not is_here(value):
+            part = _gather(value.sharding.mesh)(value, at).addressable_data(0)  # pyright: ignore
+            part.block_until_ready()  # otherwise unwanted parts would pile up on the devices
+            yield np.asarray(part) if wanted else None
             continue
-        part = _gather(value.sharding.mesh)(value, at).addressable_data(0)  # pyright: ignore
-        if wanted:
-            part.copy_to_host_async()
-        gathered.append(part)
-        if len(gathered) == 2:
-            yield settle()
-    while gathered:
-        yield settle()
+        if wanted and value is not last:
+            here, last = None, value  # avoids two arrays on the host
+            here = to_host(value)
+        yield (here if at is None else here[at]) if wanted and here is not None else None
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def load_parameters(
     abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
-    pieces_of = names.pieces_of(config)
+    pieces_of = _pieces(config, weights)
     _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
     filled = []
     with compilation.counted(len(parameters), "Loading", "array") as count:
@@ -90,7 +90,7 @@ def load_head(
     state = nnx.to_flat_state(nnx.state(abstract))
     shapes = {path: param.get_value() for path, param in state}
     _check(config, weights, shapes)
-    pieces_of = names.pieces_of(config)
+    pieces_of = _pieces(config, weights)
     return {
         path: _read_parameter(weights, pieces_of[path], value.shape, dtype=None, place=None)
         for path, value in shapes.items()
@@ -98,11 +98,17 @@ def load_head(
     }
 
 
+def _pieces(config: ModelConfig, weights: Tensors) -> names.Pieces:
+    """Returns the tensors of all possible parameters, as the checkpoint has them."""
+    return names.pieces_of(config, any(".experts.0." in name for name in weights.shapes))
+
+
 def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
     """Raises a single error that names all missing, unexpected and mis-shaped tensors."""
     expected: dict[str, tuple[int, ...]] = {}
+    pieces_of = _pieces(config, weights)
     for path, value in parameters.items():
-        for piece in names.pieces_of(config)[path]:
+        for piece in pieces_of[path]:
             layout = piece.layout
             shape = piece.shape(value.shape[1:] if layout.stacked else value.shape)
             for layer in range(value.shape[0] if layout.stacked else 1):

@@ -233,8 +233,13 @@ _GATE_UP = (("gate_proj", slice(0, 1)), ("up_proj", slice(1, 2)))
 
 
 @functools.cache
-def pieces_of(config: ModelConfig) -> Pieces:
-    """Returns the tensors of all possible parameters of the config's family."""
+def pieces_of(config: ModelConfig, each_expert: bool = False) -> Pieces:
+    """Returns the tensors of all possible parameters of the config's family.
+
+    Args:
+      config: the model's shape.
+      each_expert: whether each expert of a gpt-oss has its own tensors, as from GGUF files.
+    """
     found = dict(_ALL_MODELS)
     for norm, name in _NORMS[config.norms].items():
         found["layers", norm, "scale"] = _one(f"{_LAYER}{name}_layernorm.weight", _VECTOR)
@@ -249,7 +254,7 @@ def pieces_of(config: ModelConfig) -> Pieces:
     found[*qkv, "bias"] = tuple(
         Piece(Layout(f"{_ATTENTION}{name}.bias", ((0, 1, 2),)), ((1, part),)) for name, part in _QKV
     )
-    found |= _dense_mlp(config) if config.experts is None else _experts(config)
+    found |= _dense_mlp(config) if config.experts is None else _experts(config, each_expert)
     if config.model_type == "phi3":
         for module, name in (("attention", "qkv_proj"), ("mlp", "gate_up_proj")):
             where = {"attention": _ATTENTION, "mlp": _MLP}[module]
@@ -273,16 +278,20 @@ def _dense_mlp(config: ModelConfig) -> Pieces:
     }
 
 
-def _experts(config: ModelConfig) -> Pieces:
+def _experts(config: ModelConfig, each_expert: bool) -> Pieces:
     """Kernels [X, E, 2, F] and [X, F, E] of all experts: one tensor each, or one per expert."""
     assert config.experts is not None
     router, gate_up, down = (
         ("layers", "mlp", name) for name in ("router", "gate_up_proj", "down_proj")
     )
-    if config.model_type == "gpt_oss":  # gate and up alternate along the last dimension
+    gpt_oss = config.model_type == "gpt_oss"
+    routers: Pieces = {
+        (*router, "kernel"): _one(f"{_MLP}{'router' if gpt_oss else 'gate'}.weight", _TRANSPOSED),
+        (*router, "bias"): _one(_MLP + "router.bias", _VECTOR),
+    }
+    if gpt_oss and not each_expert:  # gate and up alternate along the last dimension
         return {
-            (*router, "kernel"): _one(_MLP + "router.weight", _TRANSPOSED),
-            (*router, "bias"): _one(_MLP + "router.bias", _VECTOR),
+            **routers,
             (*gate_up, "kernel"): _one(_MLP + "experts.gate_up_proj", ((0,), (1,), (3, 2))),
             (*gate_up, "bias"): _one(_MLP + "experts.gate_up_proj_bias", ((0,), (2, 1))),
             (*down, "kernel"): _one(_MLP + "experts.down_proj", ((0,), (1,), (2,))),
@@ -290,7 +299,7 @@ def _experts(config: ModelConfig) -> Pieces:
         }
     each = [(j, (0, slice(j, j + 1))) for j in range(config.experts.count)]
     return {
-        (*router, "kernel"): _one(_MLP + "gate.weight", _TRANSPOSED),
+        **routers,
         (*gate_up, "kernel"): tuple(
             Piece(Layout(f"{_MLP}experts.{j}.{name}.weight", ((0, 2, 3), (1,))), (own, (2, part)))
             for j, own in each
@@ -299,6 +308,14 @@ def _experts(config: ModelConfig) -> Pieces:
         (*down, "kernel"): tuple(
             Piece(Layout(f"{_MLP}experts.{j}.down_proj.weight", ((2,), (0, 1))), (own,))
             for j, own in each
+        ),
+        (*gate_up, "bias"): tuple(
+            Piece(Layout(f"{_MLP}experts.{j}.{name}.bias", ((0, 1, 2),)), (own, (1, part)))
+            for j, own in each
+            for name, part in _GATE_UP
+        ),
+        (*down, "bias"): tuple(
+            Piece(Layout(f"{_MLP}experts.{j}.down_proj.bias", ((0, 1),)), (own,)) for j, own in each
         ),
     }
 

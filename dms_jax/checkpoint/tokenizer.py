@@ -278,14 +278,7 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         for name, content in (("tokenizer.json", vocabulary), ("tokenizer_config.json", text)):
-            try:
-                data = content.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise CheckpointError(
-                    f"{name} cannot be written: the tokenizer or its chat template holds half of "
-                    "a surrogate pair, which is not a character"
-                ) from error
-            (directory / name).write_bytes(data)
+            (directory / name).write_text(content, encoding="utf-8")
 
     def _ending(self, found: tokenizers.Encoding) -> int:
         """The number of tokens that the post-processor added at the end of a text."""

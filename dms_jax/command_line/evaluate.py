@@ -1,8 +1,8 @@
 r"""Let a model answer the problems of a task from a small cache, and score the answers.
 
     dms-jax evaluate --task reasoning --chains 16
-    dms-jax evaluate --model path/to/model --task needle \
-        --task-options size=600 --policy TOVA --options budget=128
+    dms-jax evaluate --model path/to/model --task words \
+        --task-options largest=99 --policy TOVA --options budget=128
 
     dms-jax evaluate --task gsm8k --task-options path=gsm8k/test.jsonl --chat
 
@@ -93,10 +93,10 @@ class Config(Devices):
     adapter: str | None = None
     """An adapter of the model: a directory, or one that ships (smollm2-135m-instruct-dms)."""
     task: str = "reasoning"
-    """Generated: linear, arithmetic, words, needle, tracking, or reasoning (the first three in
-    turn). ruler: all tasks of RULER whose data is given, or the one named by task=. From a file,
-    answered in text: gsm8k, math500, aime, gpqa, mathematics; by programs: humaneval.
-    text: the loss on a text, predicted token by token from the cache."""
+    """Generated: linear, arithmetic, words, or reasoning (the three in turn). ruler: all tasks of
+    RULER whose data is given, or the one named by task=. From a file, answered in text: gsm8k,
+    math500, aime, gpqa, mathematics; by programs: humaneval. text: the loss on a text, predicted
+    token by token from the cache."""
     task_options: tuple[str, ...] = ()
     """Options of the task, as name=value or as one JSON object: difficulty and length of generated
     tasks; path=, few_shot= and examples= of tasks on files; length=, squad=, hotpotqa=, essays= and

@@ -17,7 +17,7 @@ import jax
 import dms_jax
 from dms_jax import assets
 from dms_jax.checks import Count, check, guess
-from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Task, VariableTracking, WordChain
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Task, WordChain
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import (
@@ -36,7 +36,7 @@ from dms_jax.training.display import short_of_target
 SHIPPED = ("stories260k", "reasoner-11m")
 ADAPTERS = ("smollm2-135m-instruct-dms", *assets.BASES)
 TASKS: dict[str, tuple[type[Task], ...]] = {
-    task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain, Needle, VariableTracking)
+    task.name: (task,) for task in (LinearEquation, Arithmetic, WordChain)
 }
 TASKS["reasoning"] = (LinearEquation, Arithmetic, WordChain)
 TASKS |= {task.name: (task,) for task in (GSM8K, MATH500, AIME, GPQA, Mathematics, HumanEval)}

@@ -1,20 +1,13 @@
 """Estimate the memory and time of a retrofit on a machine that you do not have.
 
-    dms-jax plan --model llama-3.2-1b --machine 8xh200
-    dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
-    dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
-
-libtpu (pip install 'dms-jax[tpu]', on Linux) compiles the step of each stage ahead of time, which
-takes some minutes. Figures for GPUs are estimates from a TPU's program.
+dms-jax plan --model llama-3.2-1b --machine 8xh200
+dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
+dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
 """
 
 import dataclasses
 import json
-import os
 import pathlib
-import sys
-from importlib import metadata
-from typing import Any
 
 import jax
 
@@ -30,17 +23,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe
 from dms_jax.training.display import short
-from dms_jax.training.planning import find_machine, mesh_on, plan
-
-# Packages that affect the figures of a plan.
-COMPILERS = ("jax", "jaxlib", "libtpu")
-# Keep libtpu from looking for a TPU and from locking it against other processes that compile.
-NO_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",  # any: without one libtpu writes to the terminal
-}
+from dms_jax.training.planning import plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,27 +73,11 @@ def shape_of(model: str) -> ModelConfig:
 def main(config: Config) -> None:
     """Prints a plan for each machine."""
     jax.config.update("jax_platforms", "cpu")
-    for name, value in NO_TPU.items():
-        os.environ.setdefault(name, value)
     shape = shape_of(config.model)
     policy, recipe = config.make_policy(), config.make_recipe(shape.max_position_embeddings)
-    if config.out is not None:
-        make_place("--out", config.out)
     check_window(policy, recipe)
-    for machine in config.machine:  # check all before compiling the first
-        mesh_on(
-            find_machine(machine),
-            policy,
-            recipe,
-            model=config.model_shards,
-            expert=config.expert_shards,
-            sequence=config.sequence_shards,
-        )
-    told = {} if config.out is None else made_by(config)
-    plans: list[dict[str, Any]] = []
-    for machine in config.machine:
-        print(f"Compiling for {machine}, which takes minutes ...", file=sys.stderr)
-        made = plan(
+    plans = [
+        plan(
             shape,
             policy,
             recipe=recipe,
@@ -119,11 +86,13 @@ def main(config: Config) -> None:
             expert_shards=config.expert_shards,
             sequence_shards=config.sequence_shards,
         )
-        print(f"{made}\n", flush=True)
-        if config.out is not None:  # write at once: the next may take long to compile
-            plans.append({"model": config.model, **made.figures()})
-            write_json(config.out, told | {"plans": plans})
-    print(caches(shape, policy, recipe))
+        for machine in config.machine
+    ]
+    if config.out is not None:
+        make_place("--out", config.out)
+        figures = [{"model": config.model, **each.figures()} for each in plans]
+        write_json(config.out, provenance(config) | {"device": "none: computed", "plans": figures})
+    print("\n\n".join(map(str, plans)), caches(shape, policy, recipe), sep="\n\n")
 
 
 def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
@@ -134,12 +103,3 @@ def caches(shape: ModelConfig, policy: Policy, recipe: Recipe) -> str:
             sizes = cache_sizes(shape, policy, recipe.compression_ratio, tokens)
             lines.append(f"  {tokens:>7,} tokens {sizes[0]:>10} MB {sizes[1]:>10} MB")
     return "\n".join(lines)
-
-
-def made_by(config: Config) -> dict[str, Any]:
-    """Returns the command, date and compilers of the plans."""
-    versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    found = {name: versions[name] for name in COMPILERS if name in versions}
-    told = provenance(config)
-    device = "none: compiled ahead of time"
-    return told | {"device": device, "versions": told["versions"] | found}

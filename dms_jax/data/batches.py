@@ -5,7 +5,7 @@
 
 Documents (`sources.py`) become token ids (`tokenization.py`) in one or several shuffled streams
 (`streams.py`), streams become sequences of T tokens (`packing.py`), and sequences become batches.
-Threads tokenize and pack ahead while the device trains.
+A thread tokenizes and packs ahead while the device trains.
 
 **Training steps.** A step takes B sequences, and its row r is the next sequence of stream r mod S.
 S is B (or the greatest common divisor of batch sizes that differ between steps). So the data of a
@@ -22,23 +22,22 @@ import dataclasses
 import json
 import math
 import warnings
-import weakref
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from dms_jax import processes
 from dms_jax.checks import Count, check, require, show
 from dms_jax.data.sources import as_source
-from dms_jax.data.tokenization import TokenizedDocuments, check_vocabulary, keep_encodable
+from dms_jax.data.tokenization import TokenizedDocuments, check_vocabulary
 from dms_jax.errors import DataError
 from dms_jax.model.language_model import PACKAGE, whole_numbers
 
 Packing = Literal["concatenate", "concatenate_whole", "first_fit"]
 Batch = dict[str, np.ndarray]
 
-# Batches that are packed ahead.
+# Batches that are drawn ahead.
 _BATCHES_AHEAD = 2
 # Open sequences of first fit: in all streams together, and the minimum per stream.
 _OPEN_SEQUENCES, _FEWEST_OPEN_SEQUENCES = 32, 4
@@ -46,36 +45,45 @@ _KEYS = {"tokens", "loss_mask", "segment_ids"}
 
 
 class Batches:
-    """An iterator over batches whose state can be saved as JSON data and restored."""
+    """An iterator over batches, drawn ahead in a thread; its state can be saved and restored.
 
-    def __init__(self, iterator: Any):
-        self._held = [iterator]
-        # Otherwise a prefetch thread would wait forever for room in its queue. Unlike `__del__`, a
-        # finalizer runs before the interpreter clears modules at exit.
-        weakref.finalize(self, _close, self._held)
+    Args:
+      draw: returns the next batch.
+      get_state, set_state: the state after the batches drawn so far, as JSON data.
+    """
 
-    def __iter__(self) -> "Batches":
+    def __init__(
+        self,
+        draw: Callable[[], Batch],
+        get_state: Callable[[], dict[str, Any]],
+        set_state: Callable[[dict[str, Any]], None],
+    ):
+        self._draw, self._get, self._set = draw, get_state, set_state
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
+        self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
+        self._state = get_state()
+
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        return next(self._held[0])
+        while len(self._ahead) < _BATCHES_AHEAD:
+            self._ahead.append(self._thread.submit(lambda: (self._draw(), self._get())))
+        batch, self._state = self._ahead.popleft().result()
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of the iterator as JSON data."""
-        return self._held[0].get_state()
+        return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state from `get_state` of an iterator over the same data."""
-        self._held[0].set_state(state)
-
-    def close(self) -> None:
-        """Ends the read-ahead and packing threads."""
-        self._held[0].close()
-
-
-def _close(held: list[Any]) -> None:
-    """Closes and drops the iterator."""
-    held.pop().close()
+        for each in self._ahead:
+            each.cancel()
+        concurrent.futures.wait(self._ahead)
+        self._ahead.clear()
+        self._set(state)
+        self._state = self._get()
 
 
 def batches(
@@ -88,12 +96,12 @@ def batches(
     vocab_size: int | None = None,
     seed: int | None = 0,
     repeat: bool = True,
+    answers_only: bool = False,
 ) -> Batches:
     """Returns an iterator over batches.
 
     Args:
-      data: a source, paths, texts, conversations or token ids; see `as_source`. With `AnswersOnly`
-        the loss mask keeps only the answers.
+      data: a source, paths, texts, conversations or token ids; see `as_source`.
       tokenizer: the model's tokenizer; may be None for token ids.
       batch_size: B, sequences per batch.
       length: T, tokens per sequence.
@@ -104,36 +112,30 @@ def batches(
       seed: seed of the order of the documents, which is new in each epoch; None keeps the data's
         order.
       repeat: whether to start over at the end; otherwise an incomplete batch is dropped.
+      answers_only: whether the loss mask keeps only the answers.
 
     Raises:
       ConfigError: an option is malformed.
       DataError: the data cannot be used; the message names file and line if there are any.
     """
-    import grain
-
     from dms_jax.data.packing import pack
-    from dms_jax.data.streams import one_stream
+    from dms_jax.data.streams import streams
 
     batch_size, length = check("batch_size", batch_size, Count), check("length", length, Count)
     seed = check("seed", seed, int | None)
     check("packing", packing, Packing)
-    source = keep_encodable(as_source(data), tokenizer, vocab_size)
-    documents = TokenizedDocuments(source, tokenizer, vocab_size)
+    documents = TokenizedDocuments(
+        as_source(data), tokenizer, vocab_size, answers_only=answers_only
+    )
     sequences = pack(
-        one_stream(documents, seed=seed, repeat=repeat),
+        streams(documents, 1, [0], seed=seed, repeat=repeat)[0],
         packing=packing,
         length=length,
         bins=_OPEN_SEQUENCES,
         seed=seed or 0,
     )
-    batched = sequences.batch(batch_size, drop_remainder=True)
-    return Batches(
-        iter(
-            grain.experimental.ThreadPrefetchIterDataset(
-                batched, prefetch_buffer_size=_BATCHES_AHEAD
-            )
-        )
-    )
+    drawn = iter(sequences.batch(batch_size, drop_remainder=True))
+    return Batches(drawn.__next__, drawn.get_state, drawn.set_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +163,8 @@ class RowAssignment:
         return [number for number in range(self.streams) if number % self.pass_size in self.rows]
 
 
-class ProcessBatches:
-    """An iterator over the rows of this process, one pass after the other, packed ahead.
+class ProcessBatches(Batches):
+    """An iterator over the rows of this process, one pass after the other.
 
     Args:
       streams: stream number -> resumable iterator over its sequences, for this process's streams.
@@ -171,28 +173,22 @@ class ProcessBatches:
 
     def __init__(self, streams: dict[int, Any], assignment: RowAssignment):
         self._streams, self._assignment = streams, assignment
-        self._packer = concurrent.futures.ThreadPoolExecutor(1, "pack")
-        self._prefetched: collections.deque[concurrent.futures.Future] = collections.deque()
         self._first = 0  # stream of the next pass's first row
-        self._state = self._states()
+        super().__init__(self._pack, self._states, self._restore)
 
-    def __iter__(self) -> "ProcessBatches":
-        return self
-
-    def __next__(self) -> Batch:
-        while len(self._prefetched) < _BATCHES_AHEAD:
-            self._prefetched.append(self._packer.submit(self._pack))
-        batch, self._state = self._prefetched.popleft().result()
-        return batch
-
-    def _pack(self) -> tuple[Batch, dict[str, Any]]:
-        """Returns the rows of the next pass, and the state after it."""
+    def _pack(self) -> Batch:
+        """Returns the rows of the next pass."""
         drawn = [next(self._streams[self._first + row]) for row in self._assignment.rows]
         self._first = (self._first + self._assignment.pass_size) % self._assignment.streams
-        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}, self._states()
+        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
 
     def _states(self) -> dict[str, Any]:
         return {str(number): stream.get_state() for number, stream in self._streams.items()}
+
+    def _restore(self, states: dict[str, Any]) -> None:
+        for number, stream in self._streams.items():
+            stream.set_state(states[str(number)])
+        self._first = 0
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of all processes' streams as JSON data; every process must call it."""
@@ -213,13 +209,7 @@ class ProcessBatches:
                 f"The data of this run were dealt to {len(states)} sequences a step, and the "
                 f"recipe has {self._assignment.streams}. Give the same batch sizes to resume it."
             )
-        for each in self._prefetched:
-            each.cancel()
-        concurrent.futures.wait(self._prefetched)
-        self._prefetched.clear()
-        for number, stream in self._streams.items():
-            stream.set_state(states[str(number)])
-        self._first, self._state = 0, self._states()
+        super().set_state(states)
 
 
 def process_batches(
@@ -231,20 +221,23 @@ def process_batches(
     packing: Packing,
     vocab_size: int,
     seed: int,
+    answers_only: bool = False,
 ) -> ProcessBatches:
     """Returns the iterator over this process's rows of the passes of optimizer steps.
 
     Args:
       assignment: the rows of each step for this process.
-      data, tokenizer, length, packing, vocab_size, seed: as for `batches`.
+      data, tokenizer, length, packing, vocab_size, seed, answers_only: as for `batches`.
 
     Raises:
       DataError: the data cannot be used.
     """
     from dms_jax.data.packing import pack
-    from dms_jax.data.streams import split_streams
+    from dms_jax.data.streams import streams
 
-    documents = TokenizedDocuments(as_source(data), tokenizer, vocab_size)
+    documents = TokenizedDocuments(
+        as_source(data), tokenizer, vocab_size, answers_only=answers_only
+    )
     if len(documents) < assignment.streams:
         warnings.warn(
             f"A step takes {assignment.streams} sequences, each of other documents, and there are "
@@ -252,15 +245,14 @@ def process_batches(
             "documents or a smaller batch_size.",
             skip_file_prefixes=(PACKAGE,),
         )
-    streams = split_streams(documents, assignment.streams, assignment.own_streams, seed=seed)
+    own = streams(documents, assignment.streams, assignment.own_streams, seed=seed)
     options: dict[str, Any] = dict(
         packing=packing,
         length=length,
         bins=max(_FEWEST_OPEN_SEQUENCES, _OPEN_SEQUENCES // assignment.streams),
     )
     sequences = {
-        number: iter(pack(stream, seed=seed + number, **options))
-        for number, stream in streams.items()
+        number: iter(pack(stream, seed=seed + number, **options)) for number, stream in own.items()
     }
     return ProcessBatches(sequences, assignment)
 

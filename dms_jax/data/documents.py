@@ -69,21 +69,3 @@ class Documents(Source):
 
     def __getitem__(self, index: int) -> Document:
         return self._documents[index]
-
-
-class AnswersOnly(Source):
-    """A source whose loss mask keeps only the answers."""
-
-    def __init__(self, source: Source):
-        self.source = source
-        self.malformed, self.refused = source.malformed, source.refused
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Document:
-        return self.source[index]
-
-    def where(self, index: int) -> str:
-        """Returns the origin of a document, for messages."""
-        return self.source.where(index)

@@ -10,7 +10,6 @@ import gzip
 import json
 import mmap
 import pathlib
-import re
 import shutil
 import tempfile
 import zlib
@@ -18,7 +17,6 @@ from typing import Any
 
 from dms_jax.errors import ConfigError, DataError
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ROWS_AT_A_TIME = 1024
 
 
@@ -50,21 +48,12 @@ def read_json(text: str) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-      DataError: it is not JSON, or holds what is no character.
+      DataError: it is not JSON.
     """
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}") from error
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                "this holds half of a surrogate pair, which is not a character: it was written "
-                "wrongly."
-            ) from error
-    return value
 
 
 def open_table(path: pathlib.Path) -> Any:

@@ -46,7 +46,7 @@ class Fields(Options):
         none.
       malformed: largest share of records that may be skipped because they are malformed or unusable
         for the model (the chat template refuses the conversation, or tokens are outside the
-        vocabulary). Above 0, all records are read at the start, and a warning counts the skipped
+        vocabulary). Above 0, all records are read at the start, and a warning counts the malformed
         ones. At 0, a malformed record is an error when it is read.
       longest: the most characters of a document; longer ones are skipped. None for no limit.
     """

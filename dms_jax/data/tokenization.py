@@ -1,4 +1,4 @@
-"""Tokenization of documents, with long texts in chunks.
+"""Tokenization of documents.
 
 A text starts with the tokenizer's begin token or, if there is none, ends with its end token. A
 conversation goes through the tokenizer's chat template, which contains the special tokens. A prompt
@@ -10,20 +10,11 @@ generation: the template up to an answer is its prompt.
 
     # <user>Hi<end><assistant>Hello<end>    parts "<user>Hi<end><assistant>", "Hello<end>"
 
-**Chunks.** Some tokenizers take more than linear time, so a long text is tokenized in chunks, which
-end at white space if there is any, or else before "<" or "[", where a special token may begin. A
-chunk is tokenized behind a line break, whose tokens are removed, because some tokenizers put a
-space before a text.
-
 **Documents that cannot be encoded.** A chat template may refuse a well-formed conversation, and a
 token may be outside the vocabulary. If a share of the documents may be malformed
-(`Source.malformed`), all are checked before the first step, so that every process and every resumed
-run skips the same documents. The check renders templates; it tokenizes texts only if the tokenizer
-has more tokens than the model.
+(`Source.malformed`), such a document counts as empty.
 """
 
-import array
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -32,13 +23,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from dms_jax.checkpoint.messages import read_messages
-from dms_jax.data.documents import AnswersOnly, Document, Exchange, Source
+from dms_jax.data.documents import Exchange, Source
 from dms_jax.errors import DataError
-
-CHUNK = 32_768  # characters
-_LINE = re.compile(r"(?<=\S)\n(?=\S)")
-_WORD = re.compile(r"(?<=\S)(?=[ \n\t])")
-_SPECIAL = re.compile(r"(?=[<\[])")  # special tokens begin so; none is split
 
 Part = tuple[str | np.ndarray, bool]  # a text or token ids; whether it belongs to an answer
 Tokenized = dict[str, np.ndarray]
@@ -50,23 +36,52 @@ class TokenizedDocuments:
     {"tokens": int32 [n], "loss_mask": bool [n]}
     """
 
-    def __init__(self, source: Source, tokenizer: Any, vocab_size: int | None):
+    def __init__(
+        self, source: Source, tokenizer: Any, vocab_size: int | None, *, answers_only: bool = False
+    ):
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        self._answers_only = answers_only
+        self._left_out: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Tokenized:
         try:
-            if isinstance(self._source, AnswersOnly):
+            if self._answers_only:
                 tokens, counts = encode_answers(self._source[index], self._tokenizer)
             else:
                 tokens = encode_document(self._source[index], self._tokenizer)
                 counts = np.ones(tokens.shape, bool)
             check_vocabulary(tokens, self._vocab_size)
         except DataError as error:
-            raise DataError(f"{self._source.where(index)}: {error}") from error
+            self._leave_out(index, error)
+            tokens, counts = np.zeros(0, np.int32), np.zeros(0, bool)
         return {"tokens": tokens, "loss_mask": counts}
+
+    def _leave_out(self, index: int, error: DataError) -> None:
+        """Counts a document that cannot be encoded, and warns of the first.
+
+        Raises:
+          DataError: there are more than `Source.malformed` allows.
+        """
+        source = self._source
+        self._left_out.add(index)
+        wrong, total = len(self._left_out) + source.refused, len(source) + source.refused
+        if wrong > source.malformed * total:
+            told = f"{source.where(index)}: {error}"
+            if source.malformed:
+                told = (
+                    f"{wrong} of {total} documents are malformed or cannot be encoded, more than a "
+                    f"share of {source.malformed:g}. The last: {told}"
+                )
+            raise DataError(told) from error
+        if len(self._left_out) == 1:
+            warnings.warn(
+                f"A document cannot be encoded; it is left out, and so are others. "
+                f"{source.where(index)}: {error}",
+                stacklevel=2,
+            )
 
 
 def encode_document(document: Any, tokenizer: Any) -> np.ndarray:
@@ -100,75 +115,12 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int | None) -> None:
         raise DataError(f"token ids must lie in 0 ... {vocab_size - 1}, got {low} ... {high}.")
 
 
-def keep_encodable(source: Source, tokenizer: Any, vocab_size: int | None) -> Source:
-    """Returns the encodable documents of a source; all documents if none may be skipped.
-
-    Args:
-      source: the documents; those of `AnswersOnly` must have separable answers.
-      tokenizer: the model's tokenizer; may be None for token ids.
-      vocab_size: V, to check token ids against; None for no check.
-
-    Raises:
-      DataError: more documents than `source.malformed` allows, or all, cannot be encoded.
-    """
-    if source.malformed == 0:
-        return source
-    answers = isinstance(source, AnswersOnly)
-    kept, first = array.array("q"), None
-    for index in range(len(source)):
-        try:
-            _check_document(source[index], tokenizer, vocab_size, answers=answers)
-        except DataError as error:
-            # Finding the origin of a document is slow, and only one is reported.
-            first = first or f"{source.where(index)}: {error}"
-        else:
-            kept.append(index)
-    wrong, total = len(source) - len(kept), len(source) + source.refused
-    if not wrong:
-        return source
-    told = f"{wrong} of {total} documents cannot be encoded"
-    if source.refused:
-        told = f"{told}, beside {source.refused} that are malformed"
-    if wrong + source.refused > source.malformed * total:
-        raise DataError(f"{told}, more than a share of {source.malformed:g}. The first: {first}")
-    if not kept:
-        raise DataError(f"{told}, and none is left. The first: {first}")
-    warnings.warn(f"{told}. They are left out. The first: {first}", stacklevel=3)
-    return AnswersOnly(_Kept(source, kept)) if answers else _Kept(source, kept)
-
-
-class _Kept(Source):
-    """Some documents of a source."""
-
-    def __init__(self, source: Source, kept: array.array):
-        self._source, self._kept = source, kept
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __getitem__(self, index: int) -> Document:
-        return self._source[self._kept[index]]
-
-    def where(self, index: int) -> str:
-        """Returns the origin of a document, for messages."""
-        return self._source.where(self._kept[index])
-
-
-def _check_document(
-    document: Any, tokenizer: Any, vocab_size: int | None, *, answers: bool
-) -> None:
-    """Raises DataError if a document cannot be encoded."""
-    parts = _parts(document, tokenizer, answers=answers)
-    size = getattr(tokenizer, "vocab_size", None)
-    every_token_fits = vocab_size is None or (size is not None and size <= vocab_size)
-    if not (every_token_fits and any(isinstance(part, str) for part, _ in parts)):
-        check_vocabulary(_encode_parts(parts, tokenizer)[0], vocab_size)
-
-
 def _encode_parts(parts: list[Part], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns the token ids of parts, and whether each belongs to an answer."""
     ids = [
-        _token_ids(_encode_text(part, tokenizer)) if isinstance(part, str) else part
+        _token_ids(tokenizer.encode(part, add_special_tokens=False))
+        if isinstance(part, str)
+        else part
         for part, _ in parts
     ]
     answers = [
@@ -277,32 +229,3 @@ def _token_ids(document: Any) -> np.ndarray:
             f"{type(document).__name__} of shape {tokens.shape} and type {tokens.dtype}."
         )
     return tokens.astype(np.int32)
-
-
-def _encode_text(text: str, tokenizer: Any) -> list[int]:
-    """Returns the token ids of a text, without special ones, chunk by chunk."""
-    end = _cut(text, 0)
-    ids = _encode(text[:end], tokenizer)
-    while end < len(text):
-        start, end = end, _cut(text, end)
-        line, chunk = (_encode("\n" + each, tokenizer) for each in ("", text[start:end]))
-        if chunk[: len(line)] == line:
-            ids += chunk[len(line) :]
-        else:  # the line break became part of another token
-            ids += _encode(text[start:end], tokenizer)
-    return ids
-
-
-def _cut(text: str, start: int) -> int:
-    """Returns the end of the chunk that starts at `start`: a place of a pattern, if any."""
-    end = start + CHUNK
-    if end >= len(text):
-        return len(text)
-    for pattern in (_LINE, _WORD, _SPECIAL):
-        if places := [found.end() for found in pattern.finditer(text, end - CHUNK // 2, end)]:
-            return places[-1]
-    return end
-
-
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)

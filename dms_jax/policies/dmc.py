@@ -14,8 +14,7 @@ queries. Neither takes part in attention (both are zeroed before and after rotat
 computes the sums: accumulation at inference, partial accumulation in training.
 
 Of the paper's ablations (appendix E), `per="layer"` is DMC-HardC and `importance="uniform"` is
-uniform weighting; `FixedPooling` averages a fixed number of tokens; DMC-C, the local prior and
-DMC-immediate are options of the recipe (`dms_jax.recipes.dmc_paper`).
+uniform weighting; `FixedPooling` averages a fixed number of tokens.
 """
 
 import dataclasses

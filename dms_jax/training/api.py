@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from dms_jax import compilation, processes, sharding
 from dms_jax.checkpoint import save
 from dms_jax.checks import check, show_options
-from dms_jax.data import AnswersOnly, as_source
+from dms_jax.data import as_source
 from dms_jax.data.batches import RowAssignment, process_batches
 from dms_jax.data.sources import fingerprint
-from dms_jax.data.tokenization import keep_encodable
 from dms_jax.devices import fits_device, out_of_memory
 from dms_jax.errors import ConfigError, DataError
 from dms_jax.model.language_model import PACKAGE, LanguageModel, check_model, use_mesh
@@ -150,9 +149,6 @@ def train(
     source, digest = data, None
     if not hasattr(data, "__next__"):
         data = as_source(data)
-        data = AnswersOnly(data) if recipe.answers_only else data
-        # Before the fingerprint: dropping documents that cannot be encoded changes it.
-        data = keep_encodable(data, model.tokenizer, model.config.vocab_size)
         digest = fingerprint(data)
         source = process_batches(
             data,
@@ -162,6 +158,7 @@ def train(
             packing=recipe.packing,
             vocab_size=model.config.vocab_size,
             seed=run.seed,
+            answers_only=recipe.answers_only,
         )
     directory = None
     if out is not None:  # after all checks, so that a rejected run leaves no directory
@@ -196,7 +193,7 @@ def train(
             if directory is not None:
                 path = directory.path / "model"
                 save(result, policy, path, adapter_only=run.adapter_only)
-                directory.checkpoints.wait()  # holds the moments until they are written
+                directory.wait()  # holds the moments until they are written
             del trainer  # frees the moments, before whole matrices are placed on the devices
             return _placed(result)
     finally:

@@ -93,7 +93,6 @@ def _sums(
         targets=jnp.roll(passes.tokens, -1, axis=-1),
         mask=passes.target_mask,
         target_mask=passes.target_mask,
-        direction="reverse",
     )
     total = sums.language_modeling if teacher is None else sums.distillation
     return total, passes.target_mask.sum().astype(total.dtype)

@@ -144,7 +144,7 @@ class Loop:
         if stop and done < total:
             self._checkpoint(done)
             if self._directory is not None:
-                self._directory.checkpoints.finish()
+                self._directory.finish()
             raise KeyboardInterrupt(f"stopped after step {done}")
 
     def _wishes(self, step: int, interrupts: Interrupts) -> tuple[bool, bool]:
@@ -154,7 +154,7 @@ class Loop:
         """
         now, stop = time.perf_counter(), interrupts.requested
         if processes.several() and self._directory is not None:
-            stop = stop or self._directory.checkpoints.reached_preemption(step)
+            stop = stop or self._directory.reached_preemption(step)
         if not processes.is_first():
             return stop, False
         minutes = self._options.checkpoint_minutes
@@ -262,7 +262,7 @@ class Loop:
         skipped = f" The {before} before it were skipped for the same reason." if before else ""
         back = ""
         if self._directory is not None:
-            self._directory.checkpoints.discard(step - self._skipped_in_a_row)
+            self._directory.discard(step - self._skipped_in_a_row)
             latest = self._directory.latest_step or 0
             back = (
                 f" The last checkpoint is of step {latest}" if latest else " There is no checkpoint"

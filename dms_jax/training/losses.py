@@ -1,17 +1,15 @@
 """The main loss of training: logit distillation, or language modelling.
 
-    reverse   L_D = mean over tokens of KL(student || teacher) = sum_v p_S (log p_S - log p_T)
-    forward   L_D = mean over tokens of KL(teacher || student) = sum_v p_T (log p_T - log p_S)
+    L_D = mean over tokens of KL(student || teacher) = sum_v p_S (log p_S - log p_T)
 
-NVIDIA's code computes the reverse direction. At a temperature T both use softmax(logits / T), and
-the loss is T^2 L_D, because gradients shrink by 1 / T^2 (Hinton et al., arXiv 1503.02531).
+as in NVIDIA's code. At a temperature T both use softmax(logits / T), and the loss is T^2 L_D,
+because gradients shrink by 1 / T^2 (Hinton et al., arXiv 1503.02531).
 
 Logits are computed for a few positions at a time: the full [B, T, V] log-probabilities of teacher
 and student never exist. Their gradients have a closed form, with z the logits of the student and KL
 the divergence at the position,
 
-    reverse   dz = T p_S (log p_S - log p_T - KL)
-    forward   dz = T (p_S - p_T)
+    distillation         dz = T p_S (log p_S - log p_T - KL)
     language modelling   dz = p_S - 1[v = target]
 
 so the forward pass already multiplies them with the hidden states and the output matrix, and the
@@ -34,8 +32,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.checks import Number
-
-Direction = Literal["reverse", "forward"]
 
 # The most logits of the teacher, and of the student, on a device at a time.
 CHUNK_ELEMENTS = 2**28
@@ -87,7 +83,6 @@ class _Positions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    direction: Direction
     temperature: float
     text_weight: Number
     chunk: int
@@ -100,7 +95,6 @@ def token_losses(
     targets: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
     target_mask: Bool[Array, "B T"],
-    direction: Direction,
     temperature: float = 1.0,
     text_weight: Number = 0.0,
     chunk: int | None = None,
@@ -115,7 +109,6 @@ def token_losses(
       targets: the token after each position.
       mask: positions where the distillation loss compares student and teacher.
       target_mask: positions whose next token counts in the language modelling loss.
-      direction: direction of the divergence.
       temperature: T; the divergence uses logits / T and is multiplied by T^2.
       text_weight: weight of the likelihood in `main`, beside the divergence.
       chunk: positions of a sequence unembedded at a time; None chooses by size.
@@ -135,7 +128,7 @@ def token_losses(
         for x in matrices
     ]
     positions = _Positions(None if teacher is None else teacher.hidden, targets, mask, target_mask)
-    settings = _Settings(direction, temperature, text_weight, min(chunk, length))
+    settings = _Settings(temperature, text_weight, min(chunk, length))
     return _losses(settings, student.hidden, student.parameter, matrices, positions)
 
 
@@ -240,15 +233,10 @@ def _chunk_losses(
     if not others:
         return TokenLosses(likelihood, jnp.zeros((), wide), likelihood), of_text
     logits, others = logits / scale, others[0] / scale
-    weight, other_weight = jnp.exp(logits), jnp.exp(others)
-    totals = sums.weights
+    weight, totals = jnp.exp(logits), sums.weights
     difference, shift = logits - others, jnp.log(totals[0]) - jnp.log(totals[1])
-    if settings.direction == "reverse":
-        divergence = sums.difference / totals[0] - shift
-        gradient = weight / totals[0] * (difference - shift - divergence)
-    else:
-        divergence = shift - sums.difference / totals[1]
-        gradient = weight / totals[0] - other_weight / totals[1]
+    divergence = sums.difference / totals[0] - shift
+    gradient = weight / totals[0] * (difference - shift - divergence)
     distillation = scale**2 * jnp.sum(jnp.where(positions.mask, divergence[..., 0], 0))
     gradient = scale * jnp.where(positions.mask[..., None], gradient, 0)
     main = distillation
@@ -266,7 +254,7 @@ class _Sums(NamedTuple):
       total: of exp(student).
       chosen: the student's logit of the target.
       weights: of exp(student / temperature) and of exp(teacher / temperature).
-      difference: of student - teacher, weighted by the student (reverse) or the teacher (forward).
+      difference: of student - teacher, weighted by the student.
     """
 
     highest: list[Array]
@@ -301,7 +289,7 @@ def _sums_of(settings: _Settings, all_logits: list[Array], targets: Array) -> tu
             return _Sums(highest, first, chosen, [], None)
         student, teacher = (x / settings.temperature for x in below)
         weights = [jnp.exp(student), jnp.exp(teacher)]
-        weighted = weights[0 if settings.direction == "reverse" else 1] * (student - teacher)
+        weighted = weights[0] * (student - teacher)
         return _Sums(highest, first, chosen, [total(x) for x in weights], total(weighted))
 
     origins = [jnp.max(x[..., :part], -1, keepdims=True) for x in all_logits]

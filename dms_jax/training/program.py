@@ -1,13 +1,20 @@
 """The program of a training step, and the shape, type and sharding of its arguments.
 
-It holds no arrays. A `Trainer` runs it; `dms_jax.plan` compiles it for devices that need not exist.
+It holds no arrays. A `Trainer` runs it; `dms_jax.plan` adds up its shapes.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from dms_jax import sharding
 from dms_jax.config import ModelConfig
@@ -22,7 +29,7 @@ from dms_jax.training.parameters import (
     shardings,
     split,
 )
-from dms_jax.training.recipe import Recipe, Stage
+from dms_jax.training.recipe import Recipe
 from dms_jax.training.remat import choose_remat, holds_constants
 from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
@@ -59,6 +66,7 @@ class StepProgram:
       constants: the frozen parameters and the teacher's other parameters, in the type of the
         passes.
       number: the type of losses and rates.
+      shards: the layout of the parameters over the mesh.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class StepProgram:
             narrow = jnp.dtype(recipe.compute_dtype)
             frozen = {n: x if is_adapter(n) else x.update(dtype=narrow) for n, x in frozen.items()}
             teacher = {name: x.update(dtype=narrow) for name, x in teacher.items()}
-        self._shards = Shards()
+        self.shards = Shards()
         if mesh is not None:
             together = holds_whole_layers(self.parameters, trained, counts["shards"][-1], memory)
             # A trainer also keeps frozen parameters in the model's type, if that is another one.
@@ -124,7 +132,7 @@ class StepProgram:
                     self.places[name] = x.sharding
                     self.parameters[name] = self.parameters[name].update(sharding=x.sharding)
             taught = {name: x.sharding for name, x in teacher.items()}
-            self._shards = Shards(self.places, taught, together)
+            self.shards = Shards(self.places, taught, together)
         self.constants = dict(frozen=frozen, teacher=teacher)
 
     def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,29 +151,6 @@ class StepProgram:
 
         return jax.tree_util.tree_map_with_path(placed, state)
 
-    def inputs(self, stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the passes of a step of a stage, and the values of its schedules."""
-        recipe = self.recipe
-        size = recipe.pass_size(1 if self._mesh is None else self._mesh.shape[sharding.DATA])
-        shape = (recipe.batch_of(stage) // size, size, recipe.sequence_length)
-        types = dict(tokens=jnp.int32, loss_mask=jnp.bool_)
-        if recipe.packing == "first_fit":
-            types["segment_ids"] = jnp.int32
-        number = Struct((), self.number, sharding=self.everywhere)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        schedule = dict(
-            target=number,
-            neuron_scale=number if stage.kind == "neuron_decay" else None,
-            learning_rate=number,
-            adapter_learning_rate=number,
-            key=Struct(key.shape, key.dtype, sharding=self.everywhere),
-            supervised=number if stage.kind == "supervise" else None,
-        )
-        passes = {
-            name: Struct(shape, x, sharding=self.place_of_passes) for name, x in types.items()
-        }
-        return passes, schedule
-
     @property
     def place_of_passes(self) -> Sharding:
         """The sharding of passes [A, B, T]: sequences over `data`."""
@@ -183,7 +168,7 @@ class StepProgram:
             self._policy,
             self.recipe,
             rebuild_teacher=self._rebuild_teacher,
-            shards=self._shards,
+            shards=self.shards,
         ).step
 
         def by_name(state, constants, passes, schedule):
@@ -198,20 +183,12 @@ class StepProgram:
             compiler_options=compiler_options(self.everywhere.device_set),
         )
 
-    def lower(self, stage: Stage) -> Any:
-        """Lowers the step of a stage for the devices of its mesh."""
-        assert self._mesh is not None
-        platform = self._mesh.devices.flat[0].platform.replace("gpu", "cuda")
-        with jax.set_mesh(self._mesh):
-            traced = self.jit().trace(self.state, self.constants, *self.inputs(stage))
-            return traced.lower(lowering_platforms=(platform,))
-
 
 def program_of_shape(
     config: ModelConfig,
     policy: Policy,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     dtype: Any,
     *,
     memory: float | None = None,

@@ -29,7 +29,6 @@ from dms_jax.checks import (
 from dms_jax.model.low_rank import LowRank
 from dms_jax.model.rematerialisation import Remat
 from dms_jax.policies import Policy
-from dms_jax.training.compression_loss import Prior
 from dms_jax.training.parameters import Trained
 
 Trainable = Literal["auto", "all", "low_rank", "adapter"]
@@ -148,7 +147,6 @@ class Recipe(Options):
         all weights if it borrows a neuron.
       low_rank: rank and alpha of the updates that "low_rank" trains.
       loss: "distillation" from the original model, or "language_modeling".
-      kl: direction of the distillation, "reverse" = KL(student || teacher).
       distillation_temperature: T, by which the logits of student and teacher are divided; the loss
         is multiplied by T^2, so that its gradients keep their scale relative to the compression
         loss.
@@ -161,8 +159,6 @@ class Recipe(Options):
         code.
       compression_weight: weight of the compression loss (`dms_jax.training.compression_loss`); the
         main loss has weight 1.
-      prior: whether the target applies to all layers together ("global") or to each ("layer").
-      head_balance: weight of a loss that keeps the heads of a layer similar (DMC-C); 0 for none.
       beta1, beta2, epsilon, weight_decay: settings of AdamW; norms and biases do not decay.
       clip: largest global norm of the gradient.
       compute_dtype: dtype of the passes; None for the parameters' dtype. Parameters, gradients and
@@ -189,13 +185,10 @@ class Recipe(Options):
     trainable: Trainable = "auto"
     low_rank: LowRank = dataclasses.field(default_factory=LowRank)
     loss: Loss = "distillation"
-    kl: Literal["reverse", "forward"] = "reverse"
     distillation_temperature: Positive = 1.0
     text_weight: NotNegative = 0.0
     distillation_positions: DistillationPositions = "targets"
     compression_weight: NotNegative = 1.0
-    prior: Prior = "global"
-    head_balance: NotNegative = 0.0
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     epsilon: Positive = 1e-8

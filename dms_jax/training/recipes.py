@@ -11,7 +11,7 @@ tables 2 to 4 (all weights, a borrowed neuron); the DMC paper; and our measureme
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from dms_jax.checks import Count, Number, Range, Whole, check, require
 from dms_jax.errors import ConfigError
@@ -283,7 +283,6 @@ def dmc_paper(
     compression_ratio: Number = 2.0,
     *,
     model: str = "llama-2-7b",
-    variant: Literal["dmc", "dmc-c", "local_prior", "immediate"] = "dmc",
     steps_per_ratio: int = 6000,
 ) -> Recipe:
     """The DMC paper's recipe: neuron decay, a slow ramp, solidification for 2000 steps.
@@ -292,23 +291,16 @@ def dmc_paper(
       compression_ratio: compression ratio to reach; the DMC paper goes up to 4, and to 2 with 70B.
       model: llama-2-7b, llama-2-13b or llama-2-70b; llama-2-7b-dms-paper or llama-3.2-1b for
         DMC as a baseline of the DMS paper.
-      variant: one of the paper's ablations: "dmc-c" keeps the heads of a layer similar (the weight
-        of that loss, 1, is ours), "local_prior" sets the target for each layer, "immediate"
-        replaces the ramp by the final target from the second step on. DMC-HardC and uniform
-        weighting are options of the policy; fixed memory pooling is a separate policy.
       steps_per_ratio: steps of 4M tokens per unit of compression ratio; 3000 in the paper's short
         regime.
 
     Raises:
-      ConfigError: the model or variant is unknown, or the paper does not reach the ratio with the
-        model.
+      ConfigError: the model is unknown, or the paper does not reach the ratio with it.
     """
     require(
         model in _DMC_PAPER,
         f"recipes: the paper has no model {model!r}; there are {', '.join(sorted(_DMC_PAPER))}.",
     )
-    variants = ("dmc", "dmc-c", "local_prior", "immediate")
-    require(variant in variants, f"recipes: variant must be one of {variants}, got {variant!r}.")
     row = _DMC_PAPER[model]
     _ramp_steps(compression_ratio, 1)
     require(
@@ -317,15 +309,11 @@ def dmc_paper(
         f"{compression_ratio:g}.",
     )
     rate, steps = row.learning_rate, _ramp_steps(compression_ratio, steps_per_ratio)
-    if variant == "immediate":
-        ramp = (Stage("ramp", 1, rate, compression_ratio), Stage("train", max(1, steps - 1), rate))
-    else:
-        ramp = (Stage("ramp", steps, rate, compression_ratio),)
     return Recipe(
-        name=f"dmc_paper {model} {variant}",
+        name=f"dmc_paper {model}",
         stages=(
             Stage("neuron_decay", row.decay_steps, row.decay_learning_rate),
-            *ramp,
+            Stage("ramp", steps, rate, compression_ratio),
             Stage("train", 2000, rate, final_learning_rate=rate / 10),
         ),
         sequence_length=4096,
@@ -334,8 +322,6 @@ def dmc_paper(
         trainable="all",
         loss=row.loss,
         weight_decay=0.1,
-        prior="layer" if variant == "local_prior" else "global",
-        head_balance=1.0 if variant == "dmc-c" else 0.0,
     )
 
 

@@ -412,12 +412,13 @@ class TrainingStep:
             targets=of_own_tokens(row, jnp.roll(sequences.tokens, -1, axis=-1)),
             mask=of_own_tokens(row, sequences.distillation_mask(recipe.distillation_positions)),
             target_mask=of_own_tokens(row, sequences.target_mask),
-            direction=recipe.kl,
             temperature=recipe.distillation_temperature,
             text_weight=recipe.text_weight,
         )
         shares = compression_loss.evicted_shares(result.decisions, sequences.valid)
-        distance = self._compression_loss(shares, schedule.target)
+        distance = recipe.compression_weight * compression_loss.compression_loss(
+            shares, schedule.target
+        )
         per_sequence = weights.sequence
         if row is not None:  # every shard has the decisions of all tokens
             per_sequence /= row.shards
@@ -457,16 +458,6 @@ class TrainingStep:
             **dict.fromkeys(("distillation_loss", "lm_loss", "compression_loss"), zero),
             "evicted": jnp.sum(jnp.mean(shares, axis=(0, 2))) * weight,
         }
-
-    def _compression_loss(self, shares: Array, target: Array) -> Float[Array, " B"]:
-        """Returns the loss of each sequence, given the shares [L, B, K] that its heads evict."""
-        recipe = self.recipe
-        loss = recipe.compression_weight * compression_loss.compression_loss(
-            shares, target, prior=recipe.prior
-        )
-        if recipe.head_balance:
-            loss += recipe.head_balance * compression_loss.head_spread(shares)
-        return loss
 
     def _teacher_head(
         self, current: Parameters, teacher: Parameters, inputs: PassInputs, matrix: Array

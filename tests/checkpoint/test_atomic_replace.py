@@ -1,6 +1,5 @@
 """Saving over a directory is atomic and deletes only files of the checkpoint."""
 
-import contextlib
 import json
 import os
 import stat
@@ -10,7 +9,7 @@ import pytest
 from safetensors import SafetensorError
 
 from dms_jax import assets
-from dms_jax.checkpoint import atomic_replace, load, save, tensor_files
+from dms_jax.checkpoint import load, save, tensor_files
 from dms_jax.errors import CheckpointError
 from dms_jax.policies import TOVA, Vanilla
 
@@ -202,20 +201,6 @@ def test_old_checkpoint_comes_back_after_an_interrupt(stories, out, tmp_path, mo
     monkeypatch.undo()
     assert names(tmp_path) == ["out"]
     assert load(out).policy == TOVA(budget=64)
-
-
-def test_two_saves_at_once_do_not_mix(stories, out):
-    """The one that ends last counts whole."""
-    layout = atomic_replace.CHECKPOINT
-    with atomic_replace.atomic_replace(out, layout) as last:
-        for folder in (last, None):
-            with contextlib.ExitStack() as stack:
-                if folder is None:
-                    folder = stack.enter_context(atomic_replace.atomic_replace(out, layout))
-                (folder / "config.json").write_text(folder.parent.name)
-                (folder / "model-00001-of-00001.safetensors").write_text(folder.parent.name)
-        written = last.parent.name
-    assert {entry.read_text() for entry in out.iterdir()} == {written}
 
 
 def test_current_directory_is_refused(stories, out, monkeypatch):

@@ -72,11 +72,6 @@ def test_half_a_surrogate_pair_in_a_text_is_refused(stories):
     model = load(stories)
     with pytest.raises(DataError, match=r"half of a surrogate pair \('\\ud83d' at place 3\)"):
         model.tokenizer.encode("abc\ud83d")
-    model.tokenizer.chat_template = "{{ messages[0].content }}\ud800"
-    assert model.tokenizer.apply_chat_template([{"role": "user", "content": "é"}]) == "é\ud800"
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*half of a surrogate pair"):
-        save(model, Vanilla(), stories)
-    assert load(stories).tokenizer.chat_template is None
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], [1, 2**70]])

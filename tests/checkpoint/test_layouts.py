@@ -61,21 +61,3 @@ def differences(
 def test_well_known_layouts(name, tmp_path):
     expected = [recorded(version)["table"][name] for version in (4, 5)]
     assert differences(layouts.TABLE[name], tmp_path / "model", expected) == ({}, [])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("first", range(0, layouts.RANDOM_LAYOUTS, 100))
-def test_random_layouts(first, tmp_path):
-    """Every difference warns; where the two versions differ, either result is accepted."""
-    silent, warned = {}, 0
-    for seed in range(first, first + 100):
-        expected = [recorded(version)["random"][seed] for version in (4, 5)]
-        if all("error" in each for each in expected):
-            continue
-        layout = layouts.random_layout(seed)
-        wrong, said = differences(layout, tmp_path / str(seed), expected)
-        warned += bool(wrong and said)
-        if wrong and not said:
-            silent[seed] = wrong
-    assert not silent
-    assert warned < 10  # tokens without an id, which the two versions number differently

@@ -1,13 +1,12 @@
 """Tokenizer directories in published layouts, for this library and transformers.
 
-`TABLE` has the files of well-known models, with the vocabularies of `tests/golden/tokenizers`.
-`write_random` makes others from a seed. This module needs neither dms_jax nor transformers:
-`tests/golden/make_layouts.py` writes the same directories and records what transformers reads.
+`TABLE` has the files of well-known models, with the vocabularies of `tests/golden/tokenizers`. This
+module needs neither dms_jax nor transformers: `tests/golden/make_layouts.py` writes the same
+directories and records what transformers reads.
 """
 
 import json
 import pathlib
-import random
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ CHATML = (
     "{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "Hello"}]
-RANDOM_LAYOUTS = 500
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
@@ -350,115 +348,3 @@ def texts(written: Mapping[str, Any]) -> list[str]:
     spelled = list(dict.fromkeys(declared))
     plain = ["Hello world", "a  b"]
     return plain + [f"Hello{text}a {text} b" for text in spelled] + ["".join(spelled)]
-
-
-def random_layout(seed: int) -> tuple[list[str], dict[str, Any]]:
-    """A layout drawn from a seed: its files and their declarations."""
-    draw = random.Random(seed)
-    some = draw.random
-    kind = draw.choice(["gpt2", "qwen2", "mistral", "fast gpt2", "fast qwen2", "fast gpt2"])
-    pool = [
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "[PAD]",
-        "<s>",
-        "</s>",
-        "<tool>",
-        "<unk>",
-    ]
-    draw.shuffle(pool)
-    base = kind.removeprefix("fast ")
-    first = _MISTRAL_PIECES if base == "mistral" else size(base)
-    if base == "mistral":
-        pool = [text for text in pool if text not in ("<s>", "</s>", "<unk>")]
-    numbered = list(enumerate(pool, start=first))
-    held = draw.randint(0, 4)  # tokens that tokenizer.json has
-    written: dict[str, Any] = {}
-    copied = []
-    if kind.startswith("fast"):
-        added = numbered[:held]
-        post = None
-        if added and some() < 0.4:
-            index, text = draw.choice(added)
-            post = ends({draw.choice(["front", "back"]): (text, index)})
-        written["tokenizer.json"] = fast(base, added, post_processor=post)
-        for each in written["tokenizer.json"]["added_tokens"]:
-            each["special"] = some() < 0.8
-            each["lstrip"] = some() < 0.1
-    elif base == "mistral":
-        copied, held = ["mistral/tokenizer.model"], 0
-    else:
-        copied, held = [f"{base}/vocab.json", f"{base}/merges.txt"], 0
-    config: dict[str, Any] = {}
-    classes = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "mistral": "LlamaTokenizer"}
-    if kind.startswith("fast") and some() < 0.6:
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    elif some() < 0.8:
-        config["tokenizer_class"] = classes[base] + draw.choice(["", "Fast"])
-    else:
-        family = {"gpt2": "gpt2", "qwen2": "qwen2", "mistral": "llama"}[base]
-        written["config.json"] = {"model_type": family}
-    decoder = held + draw.randint(0, 3) if some() < 0.5 else None
-    known = pool[: decoder or held]
-    if decoder is not None:
-        config["added_tokens_decoder"] = {
-            str(index): entry(text, special=some() < 0.8, rstrip=some() < 0.1)
-            for index, text in numbered[:decoder]
-        }
-    elif some() < 0.4:
-        more = numbered[held : held + draw.randint(1, 3)]
-        written["added_tokens.json"] = {text: index for index, text in more}
-        known = pool[: held + len(more)]
-    pieces = ["<s>", "</s>"] if base == "mistral" else []
-
-    def named(where: dict[str, Any], chance: float) -> None:
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            if base == "mistral" and name != "pad_token":
-                continue  # sentencepiece's own
-            if some() < chance:
-                choice = draw.choice([*known, *pieces] or pool[:1])
-                where[name] = choice if some() < 0.6 else token(choice, normalized=some() < 0.3)
-            elif some() < 0.1:
-                where[name] = None
-        if some() < 0.4:
-            chosen = [text for text in pool[:5] if some() < 0.5]
-            where["additional_special_tokens"] = chosen
-
-    named(config, 0.5)
-    if some() < 0.2:
-        config["image_token"] = draw.choice(pool)
-    if some() < 0.3:
-        config["add_bos_token"] = some() < 0.5
-    if some() < 0.3:
-        config["add_eos_token"] = some() < 0.5
-    if some() < 0.05 and base != "mistral":
-        config["split_special_tokens"] = True
-    if some() < 0.3:
-        listed: dict[str, Any] = {}
-        named(listed, 0.5)
-        written["special_tokens_map.json"] = {
-            name: {k: v for k, v in value.items() if k != "__type"}
-            if isinstance(value, dict)
-            else value
-            for name, value in listed.items()
-            if value is not None
-        }
-    place = some()
-    if place < 0.2:
-        config["chat_template"] = CHATML
-    elif place < 0.3:
-        config["chat_template"] = [
-            {"name": "default", "template": CHATML},
-            {"name": "tool_use", "template": "tools"},
-        ]
-    elif place < 0.5:
-        written["chat_template.jinja"] = CHATML
-        if some() < 0.5:
-            config["chat_template"] = "of the config"
-    elif place < 0.6:
-        written["chat_template.jinja"] = CHATML
-        written["additional_chat_templates/rag.jinja"] = "documents"
-    if "config.json" not in written or some() < 0.8:
-        written["tokenizer_config.json"] = config
-    return copied, written

@@ -8,7 +8,7 @@ import pytest
 import dms_jax
 from dms_jax import assets
 from dms_jax.command_line import evaluate, hyperscale, options
-from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, WordChain
+from dms_jax.data.tasks import Arithmetic, LinearEquation, WordChain
 from dms_jax.evaluation import Chat
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import RULER
@@ -86,13 +86,13 @@ def test_unused_task_options_are_refused(given, message):
 
 
 def test_tasks_by_name():
-    assert options.read_tasks("needle", ["size=40", "haystack=noise"]) == [
-        Needle(size=40, haystack="noise")
+    assert options.read_tasks("words", ["steps=[2, 3]", "largest=40"]) == [
+        WordChain(steps=(2, 3), largest=40)
     ]
     tasks = options.read_tasks("reasoning", ['{"steps": [2, 3], "seed": 5}'])
     assert tasks == [LinearEquation(seed=5), Arithmetic(seed=5), WordChain(steps=(2, 3), seed=5)]
     with pytest.raises(dms_jax.ConfigError, match="no option sice"):
-        options.read_tasks("needle", ["sice=40"])
+        options.read_tasks("linear", ["sice=40"])
     with pytest.raises(dms_jax.ConfigError, match="none of linear"):
         options.read_tasks("poetry", [])
 

@@ -58,7 +58,7 @@ def test_presets_make_recipes():
     recipes = {name: config.make_recipe() for name, (_, config) in retrofit.PRESETS.items()}
     assert recipes["qwen3-8b"].pass_size(8) == 8
     assert recipes["llama-3.2-1b"].stages[-1].steps == 9000
-    assert recipes["llama-2-7b-dmc"].name == "dmc_paper llama-2-7b dmc"
+    assert recipes["llama-2-7b-dmc"].name == "dmc_paper llama-2-7b"
     changed = dataclasses.replace(
         retrofit.PRESETS["llama-3.2-1b"][1], batch_size=4, learning_rate=1e-3, snapshots=(2.0,)
     ).make_recipe()

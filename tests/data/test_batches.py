@@ -1,6 +1,5 @@
 """Batches: resumable iterators, the rows of a process, batches given by a caller."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import chex
 import numpy as np
 import pytest
 
-from dms_jax.data import Documents, batches, streams
+from dms_jax.data import Documents, batches
 from dms_jax.data.batches import RowAssignment, check_batch, process_batches
 from dms_jax.errors import ConfigError, DataError
 from tests.data.support import draw, take, tokens_of
@@ -28,19 +27,6 @@ def test_order_depends_on_the_seed_and_the_epoch():
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert tokens_of(draw(documents, 3, seed=0, **options)) == epochs
     assert tokens_of(draw(documents, 3, seed=1, **options)) != epochs
-
-
-@pytest.mark.parametrize("workers", [1, 5])
-def test_batches_do_not_depend_on_the_number_of_workers(workers, monkeypatch):
-    documents = [[i] * (i % 7 + 1) for i in range(30)]
-
-    def drawn():
-        iterator = batches(documents, batch_size=2, length=8, seed=2)
-        return [batch["tokens"].tolist() for batch in itertools.islice(iterator, 9)]
-
-    before = drawn()
-    monkeypatch.setattr(streams, "WORKERS", workers)
-    assert drawn() == before
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "concatenate_whole", "first_fit"])

@@ -9,7 +9,7 @@ import pytest
 
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
-from dms_jax.data import AnswersOnly, Documents, Exchange, batches, encode_document
+from dms_jax.data import Documents, Exchange, batches, encode_document
 from dms_jax.errors import DataError
 from tests.data.support import draw, tokens_of
 from tests.support.instances import further
@@ -84,8 +84,7 @@ def test_every_packing_preserves_the_mask(packing):
     ]
     options = dict(batch_size=2, length=8, packing=packing)
     told, all_of_them = (
-        iter(batches(data, **options))
-        for data in (AnswersOnly(Documents(documents)), Documents(documents))
+        batches(Documents(documents), answers_only=answers, **options) for answers in (True, False)
     )
     for _ in range(5):
         batch, whole = next(told), next(all_of_them)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dms_jax.data import AnswersOnly, Exchange, Fields, JsonLines, TextFiles, as_source, batches
+from dms_jax.data import Exchange, Fields, JsonLines, TextFiles, as_source
 from dms_jax.errors import ConfigError, DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -181,34 +181,3 @@ def test_missing_fields_are_reported_at_once(tmp_path):
         as_source(path)
     with pytest.raises(DataError, match=r"line 1: there is no field 'boddy'; fields: body\.$"):
         as_source(path, Fields("boddy"))
-
-
-class Template:
-    """A tokenizer whose template joins the contents."""
-
-    bos_token_id = eos_token_id = chat_template = None
-
-    def encode(self, text, add_special_tokens=True):
-        return list(text.encode())
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        return "".join(turn["content"] for turn in messages)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"text": "a \ud800"},
-        {"prompt": "a", "response": "\udfff b"},
-        {"messages": [{"role": "user", "content": "\ud83d"}]},
-    ],
-)
-def test_half_a_surrogate_pair_is_refused(tmp_path, row):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "fine"}, row])
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .*half of a surrogate pair"):
-        everything(as_source(path))
-    with pytest.warns(UserWarning, match="1 of 2 lines are malformed"):
-        source = as_source(path, Fields(malformed=0.5))
-    batch = next(batches(source, Template(), batch_size=1, length=4))
-    assert bytes(batch["tokens"][0].tolist()) == b"fine"
-    assert len(AnswersOnly(source)) == 1

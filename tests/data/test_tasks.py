@@ -20,17 +20,11 @@ REASONING = [
     tasks.WordChain(steps=(2, 5), largest=9999),
     tasks.Arithmetic(operations=(2, 6), numbers=999, largest=99999),
 ]
-RETRIEVAL = [
-    tasks.Needle(size=200),
-    tasks.Needle(size=5, haystack="noise", needles=8),
-    tasks.VariableTracking(size=12),
-    tasks.VariableTracking(size=2, chains=5, hops=3),
-]
 # One task of each kind that is quick to draw and judge.
-QUICK = [*REASONING[:2], REASONING[4], *RETRIEVAL]
+QUICK = [*REASONING[:2], REASONING[4]]
 
 
-@pytest.mark.parametrize("task", REASONING + RETRIEVAL, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", REASONING, ids=lambda task: task.name)
 def test_problem_depends_only_on_its_index(task):
     first = task.problems("train", 20)
     assert first == [task.problem("train", index) for index in range(20)]
@@ -38,9 +32,7 @@ def test_problem_depends_only_on_its_index(task):
     assert first != dataclasses.replace(task, seed=1).problems("train", 20)
 
 
-@pytest.mark.parametrize(
-    "task", nightly_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name
-)
+@pytest.mark.parametrize("task", nightly_but(QUICK, REASONING), ids=lambda task: task.name)
 def test_splits_are_disjoint(task):
     count = 40 if task in QUICK else 15  # the others rarely draw a problem twice
     drawn = {
@@ -52,9 +44,7 @@ def test_splits_are_disjoint(task):
     assert not drawn["validation"] & drawn["test"]
 
 
-@pytest.mark.parametrize(
-    "task", nightly_but(QUICK, REASONING + RETRIEVAL), ids=lambda task: task.name
-)
+@pytest.mark.parametrize("task", nightly_but(QUICK, REASONING), ids=lambda task: task.name)
 def test_solution_scores_one_and_others_less(task):
     for problem in task.problems("validation", 20):
         assert task.score(problem, problem.solution) == 1
@@ -142,76 +132,6 @@ def test_frequency_and_size_of_wrong_steps(task):
     assert 50 < failed < 95  # 1 - 0.8^7.5 is 0.81, minus slips that cancel
 
 
-def test_needle_is_worded_as_in_ruler():
-    problem = tasks.Needle(size=150).problem("test", 0)
-    key = re.search(r"magic number for (\S+) mentioned", problem.prompt).group(1)
-    assert re.fullmatch(r"[a-z]+-[a-z]+", key)
-    assert (
-        f" One of the special magic numbers for {key} is: {problem.answers[0]}. " in problem.prompt
-    )
-    assert problem.prompt.startswith(
-        "A special magic number is hidden within the following text. Make sure to memorize it. I "
-        "will quiz you about the number afterwards.\n"
-    )
-    assert problem.prompt.endswith(
-        f"\nWhat is the special magic number for {key} mentioned in the provided text? The special "
-        f"magic number for {key} mentioned in the provided text is"
-    )
-    assert 1_000_000 <= int(problem.answers[0]) <= 9_999_999
-
-
-def test_needles_lie_anywhere_in_the_haystack():
-    problems = tasks.Needle(size=300).problems("train", 60)
-    places = [each.prompt.index("One of the special") / len(each.prompt) for each in problems]
-    assert min(places) < 0.15
-    assert max(places) > 0.7
-
-
-def test_tracking_is_worded_as_in_ruler():
-    problem = tasks.VariableTracking(size=6, chains=1, hops=2).problem("test", 0)
-    first, second, third = problem.answers
-    lines = [line for line in problem.prompt.splitlines() if line.startswith("VAR ")]
-    value = lines[0].split(" = ")[1]
-    assert lines == [
-        f"VAR {first} = {value}",
-        f"VAR {second} = VAR {first} ",
-        f"VAR {third} = VAR {second} ",
-    ]
-    assert problem.prompt.startswith(
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    )
-    assert problem.prompt.endswith(
-        f"\nQuestion: Find all variables that are assigned the value {value} in the text above. "
-        "Answer: According to the chain(s) of variable assignment in the text above, 3 variables "
-        f"are assigned the value {value}, they are: "
-    )
-    noise = (
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    )
-    assert problem.prompt.count(noise) == 6
-
-
-def test_chains_are_in_order():
-    task = tasks.VariableTracking(size=20, chains=4, hops=3)
-    for problem in task.problems("train", 30):
-        told = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", problem.prompt))
-        order = list(told)
-        assert len(told) == 16
-        assert [order.index(name) for name in problem.answers] == sorted(
-            order.index(name) for name in problem.answers
-        )
-        for old, new in zip(problem.answers, problem.answers[1:], strict=False):
-            assert told[new] == old
-
-
-def test_score_is_the_share_of_references_found():
-    task = tasks.VariableTracking()
-    problem = task.problem("test", 0)
-    half = " ".join(problem.answers[:2]).lower()
-    assert task.score(problem, half) == pytest.approx(2 / 5)
-    assert tasks.Needle().answer(" 1234567.") == "1234567"
-
-
 def test_last_final_answer_counts():
     task = tasks.LinearEquation()
     assert task.answer("The final answer is 3\nthe final answer is -07 or so") == "-7"
@@ -242,7 +162,7 @@ HOSTILE = st.one_of(
 @functools.cache
 def judged() -> list:
     """Returns tasks with a problem of each; generating takes longer than judging."""
-    chosen = (REASONING[0], REASONING[2], REASONING[3], *RETRIEVAL)
+    chosen = REASONING[0], REASONING[2], REASONING[3]
     return [(task, task.problem("test", 0)) for task in chosen]
 
 
@@ -259,9 +179,7 @@ def test_judging_never_raises(before, text):
         assert answer is None or isinstance(answer, str)
         assert 0 <= task.score(problem, completion) <= 1
         if answer is not None:
-            assert 0 <= task.score_answer(problem, answer) <= 1
-            if isinstance(task, tasks.Reasoning):
-                assert task.score_answer(problem, answer) == task.score(problem, completion)
+            assert task.score_answer(problem, answer) == task.score(problem, completion)
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(0, 3), st.sampled_from("0\u0660\uff10"))
@@ -273,21 +191,6 @@ def test_answer_is_normalised(number, zeros, zero):
     assert answer == str(int(text)) == str(number)
 
 
-def test_score_answer_ignores_the_rest_of_the_completion():
-    needle = tasks.Needle(size=20)
-    problem = needle.problem("test", 0)
-    right = problem.answers[0]
-    text = f" 1111111, or {right}"
-    assert needle.score(problem, text) == 1  # RULER's score: it occurs
-    assert needle.score_answer(problem, needle.answer(text)) == 0
-    assert needle.score_answer(problem, right) == 1
-    assert needle.score_answer(problem, right + "0") == 0
-    tracking = tasks.VariableTracking(size=5)
-    problem = tracking.problem("test", 0)
-    assert tracking.score_answer(problem, tracking.answer(" ".join(problem.answers))) == 1
-    assert tracking.score_answer(problem, f"AAAAA {problem.answers[0]}") == pytest.approx(1 / 5)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -295,8 +198,6 @@ def test_score_answer_ignores_the_rest_of_the_completion():
         (lambda: tasks.Arithmetic(operations=(5, 2)), r"operations must be \(low, high\)"),
         (lambda: tasks.WordChain(steps=(1, 90)), "people are too many"),
         (lambda: tasks.LinearEquation(slips=0.1), "have no slips"),
-        (lambda: tasks.VariableTracking(hops=-1), "hops must be a whole number of at least 0"),
-        (lambda: tasks.Needle(size=10**7).problem("test", 0), "longer than the text"),
     ],
 )
 def test_impossible_task_is_refused(make, message):

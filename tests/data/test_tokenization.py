@@ -1,8 +1,7 @@
-"""Documents to token ids: answers, long texts in chunks, documents that cannot be encoded."""
+"""Documents to token ids: answers, and documents that cannot be encoded."""
 
 import itertools
 import json
-import pathlib
 
 import chex
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from dms_jax import assets
 from dms_jax.checkpoint import Tokenizer
 from dms_jax.data import (
-    AnswersOnly,
     Documents,
     Exchange,
     Fields,
@@ -19,12 +17,10 @@ from dms_jax.data import (
     batches,
     encode_answers,
     encode_document,
-    tokenization,
 )
-from dms_jax.data.tokenization import keep_encodable
+from dms_jax.data.tokenization import TokenizedDocuments
 from dms_jax.errors import ConfigError, DataError
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
 TEMPLATE = """{% for turn in messages %}
 {% if (turn.role == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('roles must alternate') }}{% endif %}
@@ -131,75 +127,14 @@ def test_document_without_answers_is_refused(document, tokenizer, message):
         encode_answers(document, tokenizer)
 
 
-def named(name):
-    return Tokenizer.from_directory(
-        assets.path("stories260k") if name == "stories260k" else GOLDEN / name
-    )
-
-
-@pytest.fixture
-def short_chunks(monkeypatch):
-    monkeypatch.setattr(tokenization, "CHUNK", 200)
-
-
-@pytest.mark.parametrize("name", ["stories260k", "gpt2", "mistral", "qwen2", "unigram"])
-@pytest.mark.parametrize("breaks", ["lines", "words"])
-def test_chunks_equal_the_whole(short_chunks, encoded_sizes, name, breaks):
-    text = "\n\n".join(assets.stories("valid")[:6]) + " 1 234  567\n\n  def f(x):\n\treturn x\n"
-    if breaks == "words":
-        text = " ".join(text.split())
-    own = named(name)
-    whole = own.encode(text, add_special_tokens=False)
-    encoded_sizes.clear()
-    ids = encode_document(text, own).tolist()
-    assert [each for each in ids if each not in (own.bos_token_id, own.eos_token_id)] == whole
-    assert max(encoded_sizes) <= tokenization.CHUNK + 1
-    assert len(encoded_sizes) > len(text) / 200
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2"])
-def test_long_turns_and_responses_are_tokenized_in_chunks(short_chunks, name, encoded_sizes):
-    """Answers may be reasoning traces of megabytes, which used to be tokenized whole."""
-    own, end = named(name), {"gpt2": "<|endoftext|>", "mistral": "</s>", "qwen2": "<|im_end|>"}
-    own.chat_template = (
-        "{% for turn in messages %}{{ turn.role }}\n{{ turn.content }}" + end[name] + "\n"
-        "{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
-    )
-    long = "\n\n".join(assets.stories("valid")[:4])
-    chat = [{"role": "user", "content": long}, {"role": "assistant", "content": f"Yes.\n{long}"}]
-    whole = own.encode(own.apply_chat_template(chat, False), add_special_tokens=False)
-    encoded_sizes.clear()
-    assert encode_document(chat, own).tolist() == whole
-    answers, counts = encode_answers(Exchange(long, chat[1]["content"]), own)
-    assert max(encoded_sizes) <= tokenization.CHUNK + 1 < len(long)
-    assert own.decode(answers[counts]) == own.decode(own.encode(f"Yes.\n{long}{end[name]}", False))
-
-
-def test_text_without_spaces_keeps_special_tokens_whole(short_chunks):
-    own, text = named("qwen2"), ("a" * 41 + "<|im_end|>") * 30
-    tokens = own.encode(text, add_special_tokens=False)
-    assert encode_document(text, own).tolist()[: len(tokens)] == tokens
-
-
-def test_run_of_one_letter_is_tokenized_in_chunks(encoded_sizes):
-    """A megabyte of one letter took minutes as a whole."""
-    own = named("stories260k")
-    tokens = encode_document("a" * 1_000_000, own)
-    assert own.decode(tokens.tolist()).strip() == "a" * 1_000_000
-    assert max(encoded_sizes) <= tokenization.CHUNK + 1
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(named("stories260k").backend, chat_template=TEMPLATE)
+    own = Tokenizer.from_directory(assets.path("stories260k"))
+    return Tokenizer(own.backend, chat_template=TEMPLATE)
 
 
 def chat(*roles):
     return [{"role": role, "content": "Once upon a time"} for role in roles]
-
-
-def everything(source):
-    return [source[index] for index in range(len(source))]
 
 
 def test_conversations_that_the_template_refuses_count_as_malformed(tmp_path, tokenizer):
@@ -209,61 +144,39 @@ def test_conversations_that_the_template_refuses_count_as_malformed(tmp_path, to
     path.write_text("\n".join([lines[0], "{oops", *lines[1:]]))
     with pytest.warns(UserWarning, match="1 of 5 lines are malformed and left out"):
         source = as_source(path, Fields(malformed=0.6))
-    told = (
-        r"2 of 5 documents cannot be encoded, beside 1 that are malformed\. They are left out\. "
-        r"The first: .*a\.jsonl, line 3: .*roles must alternate"
-    )
-    with pytest.warns(UserWarning, match=told):
-        left = keep_encodable(source, tokenizer, 512)
-    assert everything(left) == [good, good]
-    assert [left.where(index) for index in (0, 1)] == [f"{path}, line 1", f"{path}, line 4"]
+    documents = TokenizedDocuments(source, tokenizer, 512)
+    with pytest.warns(UserWarning, match=r"left out.*a\.jsonl, line 3: .*roles must alternate"):
+        sizes = [len(documents[index]["tokens"]) for index in range(4)]
+    assert [size > 0 for size in sizes] == [True, False, True, False]
+    assert not len(documents[1]["tokens"])  # it counts once
     with pytest.warns(UserWarning, match="malformed and left out"):
         source = as_source(path, Fields(malformed=0.59))
-    with pytest.raises(DataError, match=r"more than a share of 0\.59.*line 3: .*must alternate"):
-        keep_encodable(source, tokenizer, 512)
-    assert source.refused == 1
+    documents = TokenizedDocuments(source, tokenizer, 512)
+    with pytest.warns(UserWarning, match="left out"):
+        documents[1]
+    told = r"3 of 5 documents .* more than a share of 0\.59.*line 5: .*must alternate"
+    with pytest.raises(DataError, match=told):
+        documents[3]
 
 
-def test_nothing_is_read_in_advance_without_a_share(tokenizer):
+def test_nothing_is_left_out_without_a_share(tokenizer):
     source = Documents([chat("assistant")])
-    assert keep_encodable(source, tokenizer, 512) is source
-    with pytest.raises(DataError, match=r"document 0: .*roles must alternate"):
-        next(batches(source, tokenizer, batch_size=1, length=4))
+    with pytest.raises(DataError, match=r"^document 0: .*roles must alternate"):
+        TokenizedDocuments(source, tokenizer, 512)[0]
     with pytest.raises(ConfigError, match="malformed must be"):
         Documents([], malformed=2.0)
 
 
-def test_tokens_outside_the_vocabulary_are_left_out(tokenizer):
+@pytest.mark.filterwarnings("ignore:A document cannot be encoded")
+def test_batches_have_the_documents_that_are_left(tokenizer):
     rows = [[1, 2], [1, 9], np.array([3]), Exchange([4], [-1]), Exchange([4], [5])]
-    told = r"2 of 5 documents cannot be encoded\. .*document 1: token ids must lie in 0 \.\.\. 8"
-    with pytest.warns(UserWarning, match=told):
-        left = keep_encodable(as_source(rows, Fields(malformed=0.5)), None, 9)
-    assert everything(left) == [rows[0], rows[2], rows[4]]
-    with pytest.raises(DataError, match="more than a share"):
-        keep_encodable(Documents(rows, malformed=0.3), None, 9)
-    with pytest.raises(DataError, match="and none is left"):
-        keep_encodable(Documents(rows[1:2], malformed=1.0), None, 9)
-    # With a tokenizer that has more tokens than the model.
-    texts = ["a", "Once upon a time"]
-    most = max(max(tokenizer.encode(texts[0])), 10)
-    with pytest.warns(UserWarning, match=r"1 of 2 documents.*document 1: token ids"):
-        left = keep_encodable(Documents(texts, malformed=0.5), tokenizer, most + 1)
-    assert everything(left) == texts[:1]
-
-
-def test_check_does_not_tokenize_if_the_vocabularies_are_equal(tokenizer, monkeypatch):
-    def refused(*_, **__):
-        raise AssertionError("a text was tokenized")
-
-    monkeypatch.setattr(Tokenizer, "encode", refused)
-    rows = ["a text", chat("user"), Exchange("Once", "upon")]
-    source = Documents(rows, malformed=0.5)
-    assert keep_encodable(source, tokenizer, tokenizer.vocab_size) is source
-
-
-def test_documents_without_answers_are_left_out(tokenizer):
-    rows = [chat("user", "assistant"), chat("user"), "no answer at all"]
-    with pytest.warns(UserWarning, match=r"2 of 3 .*document 1: .*no turn of the assistant"):
-        left = keep_encodable(AnswersOnly(Documents(rows, malformed=0.7)), tokenizer, 512)
-    assert isinstance(left, AnswersOnly)
-    assert everything(left) == rows[:1]
+    options = dict(batch_size=1, length=5, seed=None, repeat=False)
+    (batch,) = batches(Documents(rows, malformed=0.5), vocab_size=9, **options)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5]]
+    with pytest.raises(DataError, match="contain no tokens"):
+        next(batches(Documents(rows[1:2], malformed=1.0), vocab_size=9, batch_size=1, length=4))
+    turns = [chat("user", "assistant"), chat("user"), "no answer at all"]
+    source = Documents(turns, malformed=0.7)
+    answers = TokenizedDocuments(source, tokenizer, 512, answers_only=True)
+    found = [len(answers[index]["tokens"]) for index in range(3)]
+    assert [size > 0 for size in found] == [True, False, False]

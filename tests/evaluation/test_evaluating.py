@@ -158,7 +158,7 @@ def made_up() -> Result:
 
 @pytest.mark.usefixtures("fakes")
 def test_vote_scores_the_winning_answer():
-    """Needle's score finds the number anywhere; the first chain has two numbers."""
+    """A score of completions may accept more than the answer that is voted for."""
 
     @dataclasses.dataclass(frozen=True)
     class Two(Continue):

@@ -71,13 +71,12 @@ def record(copied: list[str], written: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record the table and the random layouts."""
+    """Record the table."""
     transformers.utils.logging.set_verbosity_error()
     logging.disable(logging.ERROR)
     found = {
         "transformers": transformers.__version__,
         "table": {name: record(*layout) for name, layout in layouts.TABLE.items()},
-        "random": [record(*layouts.random_layout(seed)) for seed in range(layouts.RANDOM_LAYOUTS)],
     }
     text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
     (HERE / sys.argv[1]).write_text(text + "\n", encoding="utf-8")

@@ -21,9 +21,7 @@ and slots that a later token merged into fade by the bias log(1 - alpha_{j+1}) o
 
 Variants of the paper's ablations (appendix E): `per="layer"` (DMC-HardC) shares decision and
 importance over the heads of a layer, which we read as the mean of the raw neurons; uniform
-weighting is omega = 1; fixed pooling averages every n tokens. Losses: Eq. 10 over everything, the
-same within each layer (local prior), and the spread of ratios within a layer (DMC-C, whose formula
-the paper does not give).
+weighting is omega = 1; fixed pooling averages every n tokens.
 """
 
 from collections.abc import Callable
@@ -232,15 +230,3 @@ def gate(logits, noise, temperature: float = 0.1, per: str = "head"):
     noisy = (np.asarray(logits, np.float64) + np.asarray(noise, np.float64)) / temperature
     noisy[0] = -np.inf
     return sigmoid(noisy), (noisy > 0).astype(int), -np.logaddexp(0.0, noisy)
-
-
-def layer_prior_loss(decisions, ratio: float) -> float:
-    """Eq. 10 in each layer by itself; decisions [L, B, K, T], mean over layers and sequences."""
-    share = np.asarray(decisions, np.float64).mean(axis=(2, 3))
-    return float(np.maximum(1 - 1 / ratio - share, 0.0).mean())
-
-
-def head_spread(decisions) -> float:
-    """Mean over layers, sequences and heads of |share of the head - share of its layer|."""
-    share = np.asarray(decisions, np.float64).mean(axis=3)
-    return float(np.abs(share - share.mean(axis=2, keepdims=True)).mean())

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, Mesh
 from dms_jax.config import ModelConfig
 from dms_jax.policies import DMS
 from dms_jax.sharding import mesh_axes
-from dms_jax.training.program import program_of_shape
+from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
 from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
@@ -49,6 +50,36 @@ _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations)=\{?%([\w.-]+)")
 
 
+def inputs(program: StepProgram, mesh: Mesh, stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the shapes of the passes of a step of a stage, and of the values of its schedules."""
+    recipe, struct = program.recipe, jax.ShapeDtypeStruct
+    size = recipe.pass_size(mesh.shape["data"])
+    shape = (recipe.batch_of(stage) // size, size, recipe.sequence_length)
+    types = dict(tokens=np.int32, loss_mask=np.bool_)
+    if recipe.packing == "first_fit":
+        types["segment_ids"] = np.int32
+    number = struct((), program.number, sharding=program.everywhere)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    schedule = dict(
+        target=number,
+        neuron_scale=number if stage.kind == "neuron_decay" else None,
+        learning_rate=number,
+        adapter_learning_rate=number,
+        key=struct(key.shape, key.dtype, sharding=program.everywhere),
+        supervised=number if stage.kind == "supervise" else None,
+    )
+    place = program.place_of_passes
+    return {name: struct(shape, x, sharding=place) for name, x in types.items()}, schedule
+
+
+def lower(program: StepProgram, mesh: Mesh, stage: Stage) -> Any:
+    """Lowers the step of a stage for the devices of its mesh."""
+    platform = mesh.devices.flat[0].platform.replace("gpu", "cuda")
+    with jax.set_mesh(mesh):
+        arguments = program.state, program.constants, *inputs(program, mesh, stage)
+        return program.jit().trace(*arguments).lower(lowering_platforms=(platform,))
+
+
 def compiled_step(mesh: Mesh, target: str) -> str:
     """Compiles a step with the same number of sequences per shard on any mesh."""
     policy = DMS(window=16, source="adapter")
@@ -62,7 +93,7 @@ def compiled_step(mesh: Mesh, target: str) -> str:
         trainable="all",
     )
     program = program_of_shape(CONFIG, policy, recipe, mesh, "bfloat16")
-    lowered = program.lower(recipe.stages[0])
+    lowered = lower(program, mesh, recipe.stages[0])
     return compile_ahead(lowered, f"{target} {dict(mesh.shape)}").text
 
 

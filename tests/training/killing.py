@@ -28,12 +28,7 @@ RATIOS = [1.5, 2, 3]  # of exports during training
 DEVICES = 8
 
 
-def start(
-    told: dict[str, Any],
-    count: int,
-    module: str = "tests.training.one_of_two",
-    devices: int = DEVICES,
-) -> list[subprocess.Popen[str]]:
+def start(told: dict[str, Any], count: int, devices: int = DEVICES) -> list[subprocess.Popen[str]]:
     """Starts the processes of a run, with so many devices in total."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -51,7 +46,7 @@ def start(
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
             }
-        command = [sys.executable, "-m", module, json.dumps(told)]
+        command = [sys.executable, "-m", "tests.training.one_of_two", json.dumps(told)]
         started.append(
             subprocess.Popen(
                 command,

@@ -3,8 +3,7 @@
     {"out": directory of the run, "mesh": [data, model], "float64": true, "steps": 6, ...}
 
 With "thread" the run is not in the main thread, so that no signal reaches it; "size" is the size of
-tensor files; with "full" that process cannot write files of exports; "device" names a data sheet,
-"recipe" changes the recipe. Writes the losses, the norms
+tensor files; with "full" that process cannot write files of exports. Writes the losses, the norms
 of the gradients and the exit to `out`-<process>.json.
 """
 
@@ -31,9 +30,8 @@ def main(told: dict[str, Any]) -> None:
     import numpy as np
 
     from dms_jax.checkpoint import saving
-    from dms_jax.devices import DEVICES
     from dms_jax.sharding import make_mesh
-    from dms_jax.training import loop, retrofit, trainer
+    from dms_jax.training import loop, retrofit
     from dms_jax.training.recipe import Stage
     from tests.training.tiny import EAGER, documents, language_model, recipe
 
@@ -56,8 +54,6 @@ def main(told: dict[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(tensors, directory, most_bytes)
 
-    if "device" in told:
-        trainer.data_sheet = lambda kind: DEVICES[told["device"]]
     size = told.get("size", saving.MAX_SHARD_BYTES)
     loop.save = functools.partial(saving.save, max_shard_bytes=size)
     saving.write_tensors = write_tensors
@@ -74,7 +70,6 @@ def main(told: dict[str, Any]) -> None:
                 ramp,
                 batch_size=8,
                 snapshots=tuple(told.get("snapshots", ())),
-                **told.get("recipe", {}),
             ),
             data=documents(),
             mesh=mesh,

@@ -1,4 +1,4 @@
-"""The compression losses against NumPy, by hand and against finite differences."""
+"""The compression loss against NumPy, and by hand."""
 
 import chex
 import jax
@@ -6,10 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dms_jax.training.compression_loss import compression_loss, evicted_shares, head_spread
-from tests.oracles import dmc, dms
-
-every_form = pytest.mark.parametrize("prior", ["global", "layer"])
+from dms_jax.training.compression_loss import compression_loss, evicted_shares
+from tests.oracles import dms
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +39,18 @@ def draw(seed=0):
 
 
 @pytest.mark.parametrize("ratio", [1, 1.5, 2, 4])
-def test_losses_equal_numpy(ratio):
+def test_loss_equals_numpy(ratio):
     decisions = draw()
     shares, target = evicted_shares(jnp.asarray(decisions)), 1 - 1 / ratio
-    for prior, want in {
-        "global": dms.compression_loss(decisions, target),
-        "layer": dmc.layer_prior_loss(decisions, ratio),
-    }.items():
-        found = compression_loss(shares, target, prior=prior)
-        chex.assert_shape(found, (4,))
-        chex.assert_trees_all_close(found.mean(), want, rtol=1e-12, custom_message=prior)
-    chex.assert_trees_all_close(head_spread(shares).mean(), dmc.head_spread(decisions), rtol=1e-12)
+    found = compression_loss(shares, target)
+    chex.assert_shape(found, (4,))
+    want = dms.compression_loss(decisions, target)
+    chex.assert_trees_all_close(found.mean(), want, rtol=1e-12)
 
 
-@every_form
-def test_the_gradient_without_decisions_is_finite(prior):
-    def loss(shares, target):
-        return compression_loss(shares, target, prior=prior).sum()
-
+def test_the_gradient_without_decisions_is_finite():
     nothing = jnp.zeros((2, 1, 3))
-    pull = jax.grad(loss)(nothing, 0.5)
+    pull = jax.grad(lambda x: compression_loss(x, 0.5).sum())(nothing)
     chex.assert_tree_all_finite(pull)
     assert (pull < -0.1).all()
 
@@ -68,8 +58,3 @@ def test_the_gradient_without_decisions_is_finite(prior):
 def test_no_gradient_beyond_the_target():
     back = jax.grad(lambda x: compression_loss(x, 0.5).sum())(jnp.full((2, 1, 3), 0.9))
     assert not np.any(back)
-
-
-def test_head_spread_keeps_the_mean():
-    gradient = jax.grad(lambda x: head_spread(x).sum())(jnp.asarray([[[0.1, 0.2, 0.9]]]))
-    chex.assert_trees_all_close(gradient, np.array([[[-1 / 3, -1 / 3, 1 / 3]]]), rtol=1e-7)

@@ -8,15 +8,11 @@ import pytest
 
 from dms_jax.checkpoint import load
 from dms_jax.generation import score
-from dms_jax.model.attention import Relaxation
 from dms_jax.policies import DMC
 from dms_jax.training import retrofit
-from dms_jax.training.compression_loss import compression_loss, evicted_shares, head_spread
-from dms_jax.training.parameters import parameters, rebuilder
 from dms_jax.training.recipe import Stage
-from dms_jax.training.step import Constants, Passes, ScheduleValues, TrainingStep
 from tests.support.models import random_tokens
-from tests.training.tiny import LENGTH, documents, language_model, recipe
+from tests.training.tiny import documents, language_model, recipe
 
 # Softer decisions, a smaller offset and a heavier loss, so that a few steps suffice.
 MERGING = DMC(offset=2.0, window=4, neuron="first", temperature=1.0)
@@ -76,23 +72,3 @@ def test_saved_model_decodes_like_one_pass(run):
         chex.assert_trees_all_close(result.logprobs, want[row], rtol=1e-7, atol=1e-4)
         # Over seven seeds: minimum 3.1, mean 3.8, deviation 0.6; 1 at the start.
         assert result.usage.compression_ratio > 1.3
-
-
-@pytest.mark.nightly
-def test_the_step_includes_the_losses_of_the_ablations():
-    policy = DMC(offset=0.3, temperature=0.8)
-    changes = dict(prior="layer", compression_weight=0.5, head_balance=2.0)
-    model = language_model().transformer
-    arrays = parameters(model)
-    tokens = jnp.asarray(random_tokens(4, 4, LENGTH))
-    passes = Passes(tokens[None], jnp.ones((1, 4, LENGTH), bool))
-    rates = (jnp.asarray(1e-3),) * 2
-    schedule = ScheduleValues(jnp.asarray(0.9), None, *rates, key=jax.random.key(0))
-    gradients = jax.jit(TrainingStep(rebuilder(model), policy, recipe(**changes)).gradients)
-    gradient, parts = gradients(arrays, Constants({}, arrays), passes, schedule, None)
-    chex.assert_tree_all_finite(gradient)
-    soft = jax.jit(lambda: model(tokens, policy, relaxation=Relaxation()).decisions)
-    shares = evicted_shares(soft())  # without noise, as the gradients above
-    short = compression_loss(shares, 0.9, prior="layer")
-    want = 0.5 * short.mean() + 2 * head_spread(shares).mean()
-    chex.assert_trees_all_close(parts["compression_loss"], want, rtol=1e-5)

@@ -160,15 +160,6 @@ def test_borrowed_neurons_are_refused(model, policy):
         retrofit(model, policy, recipe=LOW_RANK, **COMMON)
 
 
-def test_adapter_file_holds_trained_parameters(tmp_path):
-    save(language_model(), Vanilla(), tmp_path / "base")
-    base = load(tmp_path / "base")
-    result = retrofit(base, EAGER, recipe=LOW_RANK, **COMMON)
-    save(result, EAGER, tmp_path / "adapter", adapter_only=True)
-    again = load(tmp_path / "base", adapter=tmp_path / "adapter")
-    chex.assert_trees_all_equal(arrays_of(again), arrays_of(result))
-
-
 @pytest.mark.parametrize("trainable", ["low_rank", "adapter"])
 def test_run_writes_only_adapters(tmp_path, trainable):
     """The model and its snapshots; impossible ones are refused before the first step."""

@@ -67,19 +67,6 @@ def test_two_processes_are_one_run(tmp_path, whole):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("trainable", ["adapter", "all"])
-def test_two_processes_with_whole_constants_train_like_one(trainable, tmp_path):
-    """With the memory of an H200, which holds frozen parameters and the teacher's whole."""
-    told = TOLD | dict(steps=3, device="h200", snapshots=[])
-    told["recipe"] = dict(trainable=trainable, remat="all_but_attention")
-    (alone,) = run(1, tmp_path / "alone", **told)
-    both = run(2, tmp_path / "two", **told)
-    assert [each["ended"] for each in both] == ["done", "done"]
-    for name in ("losses", "norms"):
-        chex.assert_trees_all_close(np.array(both[0][name]), np.array(alone[name]), rtol=1e-9)
-
-
-@pytest.mark.nightly
 def test_sigterm_to_one_process_stops_all_and_the_run_resumes(tmp_path, whole):
     out, uninterrupted = whole
     stopped = run(2, tmp_path / "run", term=[1, 1], **TOLD)
@@ -141,20 +128,6 @@ def test_error_in_one_process_ends_all(tmp_path):
     one, other = run(2, tmp_path / "run", fail=[1, 1], **TOLD)
     assert other["ended"] == "ValueError: a callback that fails"
     assert one["ended"].startswith("OtherProcessError: Process 1 of this run failed: ValueError")
-
-
-@pytest.mark.nightly
-def test_a_failed_export_ends_all_processes(tmp_path):
-    """The error is reported once: a second report would wait for exited processes.
-
-    A checkpoint of the same step is due, too.
-    """
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "snapshots").write_text("")
-    # Raises if the exit of one is not 0.
-    one, other = run(2, tmp_path / "run", every=1, **TOLD)
-    assert one["ended"].startswith("CheckpointError: the checkpoint cannot be written to")
-    assert other["ended"].startswith("OtherProcessError: Process 0 of this run failed: Checkp")
 
 
 @pytest.mark.nightly

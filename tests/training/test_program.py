@@ -14,6 +14,7 @@ from dms_jax.training.program import program_of_shape
 from dms_jax.training.recipe import Stage
 from dms_jax.training.trainer import Trainer
 from tests.support.instances import further
+from tests.training.collectives import inputs, lower
 from tests.training.tiny import ADAPTER, NEURON, language_model, recipe
 
 DECAY, RAMP = Stage("neuron_decay", 1, 1e-3), Stage("ramp", 3, 1e-3, 4.0)
@@ -76,7 +77,7 @@ def test_planned_step_has_the_trainers_arguments(policy, changes, device, monkey
         if name.endswith("down_proj.kernel"):  # [L, F, E]: F over `model`, E over `data`
             parts = x.shape[1] // 2, x.shape[2] // (1 if device else 2)
             assert x.sharding.shard_shape(x.shape)[1:] == parts
-    planned = program.state, program.constants, *program.inputs(made.stages_for(policy)[0])
+    planned = program.state, program.constants, *inputs(program, mesh, made.stages_for(policy)[0])
     for abstract, given in zip(planned, taken, strict=True):
         assert described(abstract) == described(given)
 
@@ -85,5 +86,6 @@ def test_planned_step_has_the_trainers_arguments(policy, changes, device, monkey
 def test_a_supervised_stage_has_its_own_loss(policy):
     made = recipe(Stage("supervise", 2, 1e-3), trainable="adapter", loss="language_modeling")
     config = language_model().config
-    program = program_of_shape(config, policy, made, make_mesh(2, 1), "float32")
-    assert "supervised_loss" in program.lower(made.stages[0]).as_text()
+    mesh = make_mesh(2, 1)
+    program = program_of_shape(config, policy, made, mesh, "float32")
+    assert "supervised_loss" in lower(program, mesh, made.stages[0]).as_text()

@@ -60,12 +60,6 @@ def recipe_with(stages=(RAMP,), **changes):
         ),
         (recipes.dmc_paper(4), POOLING, 20_000, {6000: (2, None)}),
         (
-            recipes.dmc_paper(4, variant="immediate"),
-            MERGING,
-            20_250,
-            {251: (4, None)},
-        ),
-        (
             recipes.dmc_quickstart(4),
             MERGING,
             460,
@@ -94,7 +88,7 @@ def test_ratio_and_neuron_step_by_step(recipe, policy, total, expected):
 
 def test_the_settings_of_the_released_code():
     recipe = recipes.dms_published(compression_ratio=8)
-    assert (recipe.stages[-1].learning_rate, recipe.weight_decay, recipe.kl) == (3e-5, 0, "reverse")
+    assert (recipe.stages[-1].learning_rate, recipe.weight_decay) == (3e-5, 0)
     assert (recipe.sequence_length, recipe.batch_size, recipe.trainable) == (32768, 8, "auto")
     assert (recipe.ignore_end_token, recipe.distillation_positions) == (True, "inputs")
 
@@ -106,8 +100,6 @@ def test_the_settings_of_the_dmc_paper():
         assert recipe.progress(step, MERGING).learning_rate == pytest.approx(rate, rel=1e-4)
     assert recipes.dmc_paper(2, model="llama-2-70b").stages[-1].learning_rate == 1.5e-5
     assert recipes.dmc_paper(2, steps_per_ratio=3000).stages[1].steps == 3000
-    assert recipes.dmc_paper(2, variant="local_prior").prior == "layer"
-    assert recipes.dmc_paper(2, variant="dmc-c").head_balance == 1.0
 
 
 @pytest.mark.parametrize(
@@ -242,7 +234,7 @@ def test_pretraining_warms_up_and_falls():
         (dict(beta2=1.0), "beta2 must be .* below 1"),
         (dict(distillation_temperature=0.0), "distillation_temperature must be .* above 0"),
         (dict(clip=0.0), "clip must be .* above 0"),
-        (dict(head_balance=float("nan")), "head_balance must be .* at least 0"),
+        (dict(compression_weight=float("nan")), "compression_weight must be .* at least 0"),
         (dict(snapshots=(8.0,)), "snapshots must lie above 1 and up to 4"),
         (dict(snapshots=(1,)), "snapshots must lie above 1"),
     ],

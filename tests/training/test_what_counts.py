@@ -213,15 +213,6 @@ def test_batches_with_padding_need_no_mask(model):
     assert records[0]["lm_loss"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "segment_ids"])
-@pytest.mark.parametrize("shape", [(4, LENGTH + 1), (4, 1), (LENGTH,)])
-def test_masks_and_segments_of_another_shape_are_refused(model, name, shape):
-    batch = {"tokens": random_tokens(5, 4, LENGTH), name: np.ones(shape, np.int32)}
-    options = recipe(Stage("train", 1, 1e-3), loss="language_modeling")
-    with pytest.raises(DataError, match=rf"{name} .*\(4, {LENGTH}\)"):
-        train(model, recipe=options, data=iter([batch]), progress=False)
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_segments_in_only_some_passes_are_refused(model, first):
     """Segment ids of a second pass used to be ignored if the first pass had none."""

@@ -2,7 +2,6 @@
 
     file.py        the header of a file: metadata and where each tensor lies
     config.py      metadata to `ModelConfig`
-    experts.py     the tensors of experts, stacked
     weights.py     tensors under their Hugging Face names, dequantised row by row
     tokenizer.py   vocabulary, chat template and special tokens
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from dms_jax.checkpoint.gguf.experts import StackedExperts
 from dms_jax.checkpoint.gguf.file import GgufFiles
 from dms_jax.checkpoint.gguf.weights import ROPE_FACTORS, GgufWeights
 from dms_jax.checkpoint.weights import Tensors
@@ -114,7 +113,7 @@ def read_model(files: GgufFiles) -> tuple[ModelConfig, Tensors]:
         raise ConfigError(f"{files.name}: {error}") from error
     if family == "llama":
         weights.interleaved(config.num_heads, config.num_kv_heads)
-    return config, StackedExperts(weights) if family == "gpt_oss" else weights
+    return config, weights
 
 
 def _config(

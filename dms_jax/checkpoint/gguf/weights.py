@@ -8,8 +8,7 @@ llama.cpp rotates adjacent rows where Hugging Face rotates the two halves of a h
 
 In files of gemma3 norms hold the full multiplier, 1 + the Hugging Face weight.
 
-The matrices of all experts are one tensor, ffn_gate_exps [X, F, E]; each becomes a separate tensor,
-and `experts.py` stacks them like transformers does for gpt-oss.
+The matrices of all experts are one tensor, ffn_gate_exps [X, F, E]; each becomes a separate tensor.
 
 The package `gguf` dequantises tensors in blocks of rows, directly into the requested type.
 """

@@ -21,14 +21,16 @@ from rich.text import Text
 import dms_jax
 from dms_jax.checks import Count, Whole, check
 from dms_jax.command_line.options import load_model
-from dms_jax.data.tasks import Arithmetic, LinearEquation, Needle, Problem, Task, WordChain
+from dms_jax.data.tasks import Arithmetic, LinearEquation, Problem, Task, WordChain
 from dms_jax.evaluation import Result, evaluate
+from dms_jax.evaluation.prompting import fit_task
+from dms_jax.evaluation.tasks import RULER
 
 TASKS: tuple[Task, ...] = (
     LinearEquation(),
     Arithmetic(operations=(4, 8)),
     WordChain(steps=(4, 10)),
-    Needle(size=300),
+    RULER("niah_single_2", length=640),
 )
 
 MODELS = {"dense": "reasoner-11m", "DMS": "reasoner-11m-dms"}
@@ -87,7 +89,7 @@ def main(config: Config) -> dict[str, Result]:
     }
     for index, task in enumerate(TASKS):
         console.rule(task.name)
-        _show(console, task.problem("test", 0), index, results)
+        _show(console, fit_task(models["dense"], task).problem("test", 0), index, results)
     console.print(_table(results))
     console.print(LEGEND)
     return results

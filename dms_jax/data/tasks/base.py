@@ -2,9 +2,8 @@
 
 A task is a frozen dataclass of difficulty and length. `task.problem(split, index)` is a pure
 function of the task's fields, the split and the index, so data needs no files and a run can resume
-anywhere. Splits are disjoint by construction: the `identity` of a problem (the equation, the
-needle's key and value) is hashed, and the hash determines the split; problems of another split are
-drawn again.
+anywhere. Splits are disjoint by construction: the `identity` of a problem (the equation) is hashed,
+and the hash determines the split; problems of another split are drawn again.
 
     0 test, 1 validation, 2..15 train   of sixteen
 """

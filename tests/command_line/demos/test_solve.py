@@ -6,8 +6,10 @@ import chex
 import pytest
 
 import dms_jax
+from dms_jax import assets
 from dms_jax.command_line import COMMANDS
 from dms_jax.command_line.demos import solve
+from dms_jax.evaluation.prompting import fit_task
 
 
 @pytest.mark.nightly
@@ -18,12 +20,13 @@ def test_shipped_models_solve_problems_side_by_side(capsys, monkeypatch):
     results = solve.main(solve.Config(problems=1))
     shown = capsys.readouterr().out
     dense, compressed = results.values()
+    model = dms_jax.load(assets.path(solve.MODELS["dense"]))
     policy = dms_jax.DMS(window=16, source="adapter", shift=0)
     assert compressed.settings["policy"] == policy.to_dict()
     assert dense.settings["policy"] == dms_jax.Vanilla().to_dict()
     chex.assert_trees_all_equal(dense.prompt_tokens, compressed.prompt_tokens)
     for index, task in enumerate(solve.TASKS):
-        problem = task.problem("test", 0)
+        problem = fit_task(model, task).problem("test", 0)
         assert problem.prompt.splitlines()[0][:60] in shown
         for result in results.values():
             chex.assert_shape(result.scores, (4, 1))
