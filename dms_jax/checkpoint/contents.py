@@ -78,6 +78,7 @@ def _read_directory(directory: pathlib.Path) -> Contents:
     reads_images, hf_config = language is not hf_config, dict(language)
     config = ModelConfig.from_hf(hf_config)
     weights = Weights(tensor_files(directory))
+    weights.unwrap()
     if reads_images:
         weights.keep_language_model()
         warnings.warn(

@@ -5,7 +5,7 @@ Opening reads only the headers. A tensor, or a slice of one, is read on demand.
 
 import abc
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 
 from dms_jax.checkpoint.files import find, read_json
+from dms_jax.checkpoint.wrappers import language_names, parameter_names
 from dms_jax.errors import CheckpointError, plain
 
 SINGLE = "model.safetensors"
@@ -25,9 +26,6 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Of a model that reads images: prefixes of its language model's tensors, and of the others.
-_LANGUAGE = {"language_model.": "", "model.language_model.": "model."}
-_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 _PACKED = ("_blocks", "_scales")  # the parts of a matrix in 4 bits, see `mxfp4`
 
 
@@ -79,14 +77,21 @@ class Weights(Tensors):
         for file in files:
             self._open(file)
 
+    def unwrap(self) -> None:
+        """Strips the prefixes that PyTorch's wrappers left in the names of the tensors.
+
+        Raises:
+          CheckpointError: two tensors have the same name afterwards.
+        """
+        self._rename(parameter_names(self._files))
+
     def keep_language_model(self) -> None:
         """Drops the tensors of the vision part; renames the others to a plain language model's."""
-        stored = {}
-        for name in self.shapes:
-            if not name.removeprefix("model.").startswith(_IMAGES):
-                prefix = next((each for each in _LANGUAGE if name.startswith(each)), "")
-                stored[_LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = name
-        self._stored = stored
+        self._rename(language_names(self._files))
+
+    def _rename(self, stored: Mapping[str, str]) -> None:
+        """Keeps only these tensors, under their new names."""
+        self._stored = {name: self.stored_name(old) for name, old in stored.items()}
         self._files = {name: self._files[old] for name, old in stored.items()}
         self.shapes = {name: self.shapes[old] for name, old in stored.items()}
         self.dtypes = {name: self.dtypes[old] for name, old in stored.items()}
