@@ -6,7 +6,7 @@ import re
 import pytest
 
 from dms_jax import assets
-from dms_jax.data import AnswersOnly, Documents
+from dms_jax.data import Documents
 from dms_jax.data.tokenization import TokenizedDocuments
 from experiments.reproduction import retrieval_lessons
 from tests.generation.support import stories
@@ -60,8 +60,10 @@ def test_lessons_are_equal_in_every_call_and_can_be_trained_on():
     found, again = (
         retrieval_lessons.lessons(tokenizer, LENGTH, problems=6, windows=2) for _ in range(2)
     )
-    documents = TokenizedDocuments(AnswersOnly(Documents(found)), tokenizer, 512)
-    others = TokenizedDocuments(AnswersOnly(Documents(again)), tokenizer, 512)
+    documents, others = (
+        TokenizedDocuments(Documents(each), tokenizer, 512, answers_only=True)
+        for each in (found, again)
+    )
     for number in range(8):
         one = documents[number]
         assert 64 < len(one["tokens"]) <= LENGTH
