@@ -23,7 +23,6 @@ Shape = Literal[
     "gpt-oss-20b",
     "gemma-3-4b",
     "tiny",
-    "tiny-heads",
     "tiny-experts",
     "tiny-windows",
 ]
@@ -75,7 +74,6 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "tiny": _fields("llama", 512, 64, 128, 2, 4, 2, head_dim=16),
-    "tiny-heads": _fields("llama", 512, 64, 128, 2, 8, 8, head_dim=8),
     "tiny-experts": _fields(
         *("qwen3_moe", 512, 64, 128, 2, 4, 2),
         head_dim=16,

@@ -88,7 +88,6 @@ CASES: dict[str, Case] = {
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
     "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
     "tiny": Case("tiny", 64, 2),
-    "tiny-heads": Case("tiny-heads", 64, 2),
     "tiny-seq2": Case("tiny", 64, 2, sequence=2, packed=True),
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
 }

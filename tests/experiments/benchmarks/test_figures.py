@@ -222,7 +222,6 @@ def test_trace_counts_launches_and_busy_time(tmp_path):
             events.append(event("nvjet_tst_64x40_64x16_2x4_h", start + 5, 15))
         events.append(event("argmax", 190 + 100 * step, 10))
     events.append(event("python", 0, 1000, pid=2))
-    events.append(event("cuGraphLaunch", 0, 1000, pid=2))
     processes = {1: "/device:GPU:0", 2: "/host:CPU"}
     names = [
         dict(ph="M", pid=pid, name="process_name", args={"name": name})
@@ -230,9 +229,8 @@ def test_trace_counts_launches_and_busy_time(tmp_path):
     ]
     with gzip.open(tmp_path / "vm.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events[::-1] + names}, file)
-    trace = traces.read(tmp_path)
+    trace = traces.Trace(traces.read(tmp_path))
     assert len(trace.kernels) == 11
-    assert trace.calls == {"cuGraphLaunch": 1}
     kernels = trace.of("decode")
     figures = traces.summarise(kernels, runs=2)
     assert figures["launches"] == 5
@@ -245,6 +243,15 @@ def test_trace_counts_launches_and_busy_time(tmp_path):
     ]
     assert figures["in_order"][0] == ("loop_add_fusion_0", 10, 0)
     assert list(trace.programs()) == ["decode", "clear"]
+
+
+def test_shares_of_collectives_are_means_over_devices():
+    """Ten microseconds: an all-gather from 3 to 6, beside a product until 4; the other has none."""
+    busy = [(0.0, 4.0, "nvjet"), (3.0, 3.0, "ncclDevKernel_AllGather"), (6.0, 4.0, "nvjet")]
+    assert timing.shares_of_collectives([busy]) == {"share": 0.3, "alone_share": 0.2}
+    free = [(5.0, 2.0, "nvjet"), (7.0, 8.0, "fusion")]
+    assert timing.shares_of_collectives([busy, free]) == {"share": 0.15, "alone_share": 0.1}
+    assert timing.shares_of_collectives([]) == {"share": None, "alone_share": None}
 
 
 def test_kernels_are_grouped_by_family(monkeypatch):
