@@ -441,10 +441,6 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
 
 
-# transformers takes many times as long: its bar is cut at the edge and labelled with its length.
-WIDEST_MS = 19.0
-
-
 def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
     """Draws every row of a folder's reports beside its roofline.
 
@@ -461,41 +457,30 @@ def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
         raise dms_jax.ConfigError(f"--picture {folder}: there is no decode_steps.json.")
     rows = [row for report in reports for row in report["rows"]]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    size = 9, 1.9 * len(shapes) + 0.8
     figure, axes = plt.subplots(
-        len(shapes),
-        1,
-        figsize=(9, 1.9 * len(shapes) + 0.8),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
+        len(shapes), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
     for axis, shape in zip(axes[:, 0], shapes, strict=True):
         own = [row for row in rows if row["shape"] == shape]
+        colors = ["tab:blue" if "ratio" in row else "tab:gray" for row in own]
+        steps = axis.barh(
+            range(len(own)), [row["step_ms"] for row in own], color=colors, alpha=0.45
+        )
+        bounds = [row.get("roofline_ms", math.nan) for row in own]
+        axis.barh(range(len(own)), bounds, height=0.35, color=colors)
+        texts = [f"{row['step_ms']:.2f} ms" for row in own]
         for place, row in enumerate(own):
-            step = row["step_ms"]
-            color = "tab:blue" if "ratio" in row else "tab:gray"
-            axis.barh(place, min(step, WIDEST_MS), color=color, alpha=0.45)
-            text = f"{step:.2f} ms"
             if "roofline_ms" in row:
-                axis.barh(place, row["roofline_ms"], height=0.35, color=color)
-                text += f", {row['share_of_roofline']:.0%} of its roofline"
-            beyond = step > WIDEST_MS
-            if beyond:
-                break_bar(axis, place)
-            axis.text(
-                WIDEST_MS - 0.15 if beyond else step + 0.15,
-                place,
-                text,
-                va="center",
-                ha="right" if beyond else "left",
-                fontsize=8,
-            )
+                texts[place] += f", {row['share_of_roofline']:.0%} of its roofline"
+        axis.bar_label(steps, texts, padding=3, fontsize=8)
         axis.set_yticks(range(len(own)), [row["name"] for row in own], fontsize=8)
         axis.invert_yaxis()
         axis.set_title(shape, fontsize=9, loc="left")
-        axis.set_xlim(0, WIDEST_MS)
+    axes[-1, 0].set(xscale="log", xlim=(0.5, 250))
+    axes[-1, 0].set_xticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
     axes[-1, 0].set_xlabel(
-        "ms a step; the narrow bar is the time to read weights and live cache once"
+        "ms a step, logarithmic; the narrow bar is the time to read weights and live cache once"
     )
     told = reports[0]["config"]
     figure.suptitle(
@@ -504,16 +489,6 @@ def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
         fontsize=10,
     )
     figure.savefig(path, dpi=110)
-
-
-def break_bar(axis: Any, place: int) -> None:
-    """Marks a bar cut at the axis with two slanted lines and white between them."""
-    at, slant = 0.72 * WIDEST_MS, 0.12
-    left, right = (([at + dx - slant, at + dx + slant]) for dx in (0, 0.35))
-    edges = [place + 0.45, place - 0.45]
-    axis.fill([*left, *right[::-1]], [*edges, *edges[::-1]], color="white", zorder=3)
-    for line in (left, right):
-        axis.plot(line, edges, color="#222222", linewidth=1, zorder=4)
 
 
 def main(config: Config) -> None:

@@ -115,27 +115,6 @@ def require_gpu() -> None:
         )
 
 
-def time_program(run: Callable[[], None]) -> dict[str, float]:
-    """Times a program of CALLS calls, from its first kernel to the end of its last.
-
-    Args:
-      run: runs it and waits for its end.
-
-    Returns:
-      span_us, kernels_us (the sum of the kernels) and launches of a call, medians of CHAINS runs.
-    """
-    for _ in range(2):
-        run()
-    runs = [device_events(run) for _ in range(CHAINS)]
-    spans = [events[-1][0] + events[-1][1] - events[0][0] for events in runs]
-    busy = [sum(duration for _, duration, _ in events) for events in runs]
-    return {
-        "span_us": round(statistics.median(spans) / CALLS, 2),
-        "kernels_us": round(statistics.median(busy) / CALLS, 2),
-        "launches": statistics.median(map(len, runs)) / CALLS,
-    }
-
-
 def time_chain(chain: Callable[[], jax.Array]) -> Timing:
     """Times a compiled chain of CALLS calls.
 

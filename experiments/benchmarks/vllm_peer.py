@@ -11,7 +11,6 @@ and have the requested length. Parts:
 - **binding**: a cache too small for its requests, plain, float8 and DMS, with an untrained adapter
   that draws decisions to reach --ratio.
 - **mixed**: requests of 512 to 4,096 tokens in too small a cache, under training-free policies.
-- **http**: both servers under the clients of `benchmarks.serving`; needs --model.
 
 vLLM's wheel and its dependencies may be unpacked in a separate folder (--vllm). Without --model
 both read random weights of --shape from a directory.
@@ -26,19 +25,14 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
-import json
 import math
 import multiprocessing
 import os
 import pathlib
-import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -48,12 +42,11 @@ import numpy as np
 import dms_jax
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
 from dms_jax.policies import Policy, Vanilla
-from experiments.benchmarks import serving, shapes
+from experiments.benchmarks import shapes
 from experiments.benchmarks.settings import check_numbers
 
-Part = Literal["plain", "small", "binding", "mixed", "http"]
+Part = Literal["plain", "small", "binding", "mixed"]
 Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
 # Upper bound of vLLM's activations and graphs beside weights and cache, bytes.
 BESIDE = 8 << 30
@@ -85,8 +78,6 @@ class Config:
     """Compression ratio of DMS there."""
     mixed: tuple[int, float] = (96, 12e9)
     """Requests and bytes of cache of the mixed part."""
-    clients: int = 256
-    """HTTP clients."""
     runs: int = 5
     """Timed calls after the first, two if that takes longer than 4 s; the median counts."""
     vllm: pathlib.Path | None = None
@@ -98,8 +89,6 @@ class Config:
 
     def __post_init__(self):
         check_numbers(self)
-        if "http" in self.parts and self.model is None:
-            raise dms_jax.ConfigError("--parts http: a server needs a tokenizer, so give --model.")
         shortest = min(self.prompts[0][1], sum(self.binding[1:]))
         if {"small", "binding"} & set(self.parts) and shortest <= self.ratio * (WINDOW + 1):
             raise dms_jax.ConfigError(
@@ -564,115 +553,11 @@ def mixed(config: Config, report: Report) -> None:
         time_all(config, report, "mixed", [System("dms_jax", policy=policy, **common)], loads)
 
 
-@contextlib.contextmanager
-def vllm_server(config: Config, backend: Backend, lanes: int, longest: int) -> Iterator[str]:
-    """A context with the address of vLLM's server.
-
-    Raises:
-      ConfigError: it did not start.
-    """
-    port = 8311
-    options = (
-        f"--model {config.model} --served-model-name model --host 127.0.0.1 --port {port} "
-        f"--dtype bfloat16 --max-model-len {longest} --max-num-seqs {lanes} "
-        f"--gpu-memory-utilization 0.8 --attention-backend {backend}"
-    )
-    path = [str(config.vllm)] if config.vllm is not None else []
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    call = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *shlex.split(options)]
-    with (
-        open(config.out.with_suffix(".server.log"), "w") as log,
-        subprocess.Popen(
-            call, env=environment, stdout=log, stderr=log, start_new_session=True
-        ) as server,
-    ):
-        try:
-            address, until = (
-                f"http://127.0.0.1:{port}",
-                time.monotonic() + 60 * config.start_minutes,
-            )
-            while True:
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                    break
-                if server.poll() is not None or time.monotonic() > until:
-                    raise dms_jax.ConfigError("vLLM's server did not start; its log says why.")
-                time.sleep(0.5)
-            yield address
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def copy_endless(model: pathlib.Path, folder: pathlib.Path) -> None:
-    """Links a model directory's files into another folder, with a rare end token.
-
-    The tokenizer must have an end token: the last of its special ones, which is rare.
-    """
-    for path in model.iterdir():
-        if path.name not in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            (folder / path.name).symlink_to(path.resolve())
-            continue
-        fields = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": None}
-        if added := fields.get("added_tokens_decoder"):
-            fields["eos_token"] = added[max(added, key=int)]["content"]
-        (folder / path.name).write_text(json_text(fields), encoding="utf-8")
-
-
-def http(config: Config, report: Report) -> None:
-    """Both servers under the same clients: short chats, and prompts of 8K."""
-    assert config.model is not None
-    with tempfile.TemporaryDirectory() as folder:
-        copy_endless(config.model, pathlib.Path(folder))
-        time_servers(dataclasses.replace(config, model=pathlib.Path(folder)), report)
-
-
-def time_servers(config: Config, report: Report) -> None:
-    """Times both servers on a model directory in which no token ends an answer."""
-    longest, clients = 8192 + 256, config.clients
-    loads: dict[str, dict[str, Any]] = {
-        "chats": dict(prompts=(105, 105), answers=(300, 300), requests=4 * clients),
-        "prompts of 8K": dict(prompts=(8192, 8192), answers=(128, 128), requests=clients),
-    }
-    backend = (report.best() or config.backends)[0]
-    ours = f"--model {config.model} --dtype bfloat16 --lanes {clients} --max-tokens {longest}"
-    servers = {
-        "dms_jax": serving.started(ours),
-        f"vLLM, {backend}": vllm_server(config, backend, clients, longest),
-    }
-    for system, server in servers.items():
-        begun = time.perf_counter()
-        with server as address, serving.Crowd(4) as crowd:
-            report.add("http", "start", system, seconds=time.perf_counter() - begun)
-            for name, settings in loads.items():
-                asked = serving.Config(
-                    clients=(clients,), vocabulary=vocabulary(config), temperature=0.0, **settings
-                )
-                # vLLM reads the model's own end tokens.
-                more = {} if system == "dms_jax" else {"ignore_eos": True}
-                for run in range(3):
-                    bodies = serving.make_requests(asked, serving.model_name(address), run)
-                    bodies = [body | more for body in bodies]
-                    if run:
-                        report.add("http", name, system, **crowd.load(address, bodies, clients))
-                    else:
-                        crowd.load(address, bodies[:clients], clients)  # compiles
-
-
 def main(config: Config) -> None:
     """Times the parts and writes the figures after each."""
     make_place("--out", config.out)
     report = Report(config)
-    parts = dict(plain=plain, small=small, binding=binding, mixed=mixed, http=http)
+    parts = dict(plain=plain, small=small, binding=binding, mixed=mixed)
     with model_directory(config) as folder:
         for part in config.parts:
             parts[part](dataclasses.replace(config, model=folder), report)
