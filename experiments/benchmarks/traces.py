@@ -16,8 +16,6 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.timing import shares_of_collectives
-
 # Names in the profiler's trace.
 _PROCESS, _MODULE = "process_name", "hlo_module"
 # Number of listed families and kernels.
@@ -89,7 +87,6 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
         families[family(each["name"])].append((each["dur"], wait))
         in_order.append((each["name"][:80], round(each["dur"], 2), round(wait, 2)))
     span = end - kernels[0]["ts"] if kernels else 0.0
-    events = [(each["ts"], each["dur"], each["name"]) for each in kernels]
     longest = sorted(families.items(), key=lambda each: -sum(map(sum, each[1])))[:_LISTED]
     middle = len(in_order) // 2
     return dict(
@@ -97,7 +94,6 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
         span_ms=1e-3 * span / runs,
         busy_ms=1e-3 * busy / runs,
         busy_share=busy / span if span else None,
-        collectives=shares_of_collectives([events] if events else []),
         families=[
             dict(
                 name=name,

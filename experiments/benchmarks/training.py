@@ -40,12 +40,7 @@ from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.trainer import Trainer
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import COMMON, SHAPES, Shape
-from experiments.benchmarks.timing import (
-    COLLECTIVES,
-    about,
-    events_by_device,
-    shares_of_collectives,
-)
+from experiments.benchmarks.timing import about, events_by_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +99,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # Kernel families by name patterns; the first match counts.
 FAMILIES = (
-    ("collectives", COLLECTIVES.pattern),
+    ("collectives", r"nccl|all_reduce|all_gather|reduce_scatter"),
     ("attention", r"retrofit"),
     ("products", r"gemm|nvjet|cutlass|cublas|xmma|sm90|wgmma|dot"),
     ("copies", r"memcpy|memset|copy|transpose"),
@@ -236,7 +231,7 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
 def kernels_of(run_step: Any) -> dict[str, Any]:
     """Returns the milliseconds and launches of a step, by family and for the longest kernels.
 
-    They are means over the devices; beside them the shares of collectives.
+    They are means over the devices.
     """
     devices = events_by_device(run_step)
     total: dict[str, float] = collections.defaultdict(float)
@@ -253,7 +248,6 @@ def kernels_of(run_step: Any) -> dict[str, Any]:
             name: {"ms": round(total[name] / 1e3, 2), "launches": count[name] / len(devices)}
             for name in total
         },
-        "collectives": shares_of_collectives(devices),
         "longest_ms": {name: round(us / 1e3, 2) for name, us in longest},
     }
 

@@ -7,7 +7,6 @@ and have the requested length. Parts:
 
 - **plain**: 1 to 1,024 chats of 105 prompt and 300 new tokens, and first tokens of long prompts,
   with a plain cache that has room for all.
-- **small**: the long prompts and up to 256 chats under SnapKV and DMS.
 - **binding**: a cache too small for its requests, plain, float8 and DMS, with an untrained adapter
   that draws decisions to reach --ratio.
 - **mixed**: requests of 512 to 4,096 tokens in too small a cache, under training-free policies.
@@ -46,7 +45,7 @@ from dms_jax.policies import Policy, Vanilla
 from experiments.benchmarks import shapes
 from experiments.benchmarks.settings import check_numbers
 
-Part = Literal["plain", "small", "binding", "mixed"]
+Part = Literal["plain", "binding", "mixed"]
 Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
 # Upper bound of vLLM's activations and graphs beside weights and cache, bytes.
 BESIDE = 8 << 30
@@ -62,7 +61,7 @@ class Config:
     """Directory of a model of --shape; by default one with random weights is made."""
     shape: shapes.Shape = "qwen2.5-1.5b"
     """Model shape to time."""
-    parts: tuple[Part, ...] = ("plain", "small", "binding", "mixed")
+    parts: tuple[Part, ...] = ("plain", "binding", "mixed")
     """Parts to time."""
     backends: tuple[Backend, ...] = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     """vLLM's attention backends; the parts after "plain" run the best one of "plain"."""
@@ -89,8 +88,8 @@ class Config:
 
     def __post_init__(self):
         check_numbers(self)
-        shortest = min(self.prompts[0][1], sum(self.binding[1:]))
-        if {"small", "binding"} & set(self.parts) and shortest <= self.ratio * (WINDOW + 1):
+        shortest = sum(self.binding[1:])
+        if "binding" in self.parts and shortest <= self.ratio * (WINDOW + 1):
             raise dms_jax.ConfigError(
                 f"--ratio {self.ratio:g}: DMS keeps its window of {WINDOW} tokens, more than that "
                 f"share of {shortest}; give longer prompts and answers."
@@ -493,16 +492,6 @@ def plain(config: Config, report: Report) -> None:
     time_all(config, report, "plain", systems, chat_loads(config.chats) | prompt_loads(config))
 
 
-def small(config: Config, report: Report) -> None:
-    """The same under policies that keep less, in one process after another."""
-    lanes = min(256, max(config.chats))
-    loads = chat_loads([lanes]) | prompt_loads(config)
-    policies = Vanilla(), dms_jax.SnapKV(budget=1024), drawn_dms(config.ratio, config.prompts[0][1])
-    for policy in policies:
-        system = System("dms_jax", lanes, policy=policy, **room(config))
-        time_all(config, report, "small", [system], loads)
-
-
 def drawn_dms(ratio: float, tokens: int) -> dms_jax.DMS:
     """Returns DMS with an adapter that evicts at random, to this ratio at that length."""
     kept = (tokens / ratio - WINDOW - 1) / (tokens - WINDOW - 1)
@@ -557,7 +546,7 @@ def main(config: Config) -> None:
     """Times the parts and writes the figures after each."""
     make_place("--out", config.out)
     report = Report(config)
-    parts = dict(plain=plain, small=small, binding=binding, mixed=mixed)
+    parts = dict(plain=plain, binding=binding, mixed=mixed)
     with model_directory(config) as folder:
         for part in config.parts:
             parts[part](dataclasses.replace(config, model=folder), report)

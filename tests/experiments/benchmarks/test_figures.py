@@ -244,15 +244,6 @@ def test_trace_counts_launches_and_busy_time(tmp_path):
     assert list(trace.programs()) == ["decode", "clear"]
 
 
-def test_shares_of_collectives_are_means_over_devices():
-    """Ten microseconds: an all-gather from 3 to 6, beside a product until 4; the other has none."""
-    busy = [(0.0, 4.0, "nvjet"), (3.0, 3.0, "ncclDevKernel_AllGather"), (6.0, 4.0, "nvjet")]
-    assert timing.shares_of_collectives([busy]) == {"share": 0.3, "alone_share": 0.2}
-    free = [(5.0, 2.0, "nvjet"), (7.0, 8.0, "fusion")]
-    assert timing.shares_of_collectives([busy, free]) == {"share": 0.15, "alone_share": 0.1}
-    assert timing.shares_of_collectives([]) == {"share": None, "alone_share": None}
-
-
 def test_kernels_are_grouped_by_family(monkeypatch):
     events = [
         (0.0, 900.0, "ncclDevKernel_AllGather_RING_LL"),
@@ -328,7 +319,7 @@ def test_drawn_dms_evicts_to_the_ratio(tmp_path):
     assert kept == pytest.approx(2176 / 4)
     assert (policy.source, policy.decisions, policy.alpha_scale) == ("adapter", "bernoulli", 1.0)
     with pytest.raises(dms_jax.ConfigError, match="DMS keeps its window of 128 tokens"):
-        peer_config(tmp_path, prompts=((2, 500),))
+        peer_config(tmp_path, binding=(2, 100, 400))
 
 
 def test_best_backend_has_the_least_time_over_all_loads(tmp_path):
