@@ -8,7 +8,7 @@ padding counts), the memory that the compiler plans for the step beside the devi
 process so far (the step's own peak only if no earlier case took more), and the kernels of one step
 by family. Figures are written before the profiled step.
 
-    python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
+    python -m experiments.benchmarks.training --cases 1b 1b+data2 1b+model2 --out runs/training.json
     python -m experiments.benchmarks.training --cases 1b 1b+data4 1b+data8 1b+data2+model4 8b \
         8b+data4 8b+data8 8b-all+data8 1b-32k 1b-32k+sequence4 1b-32k+sequence8 --seconds 1200
 
@@ -67,23 +67,15 @@ BASE, SMALL = Case(), Case("qwen2.5-0.5b", 2048, 8, packed=True)
 LARGE = Case("llama-3.1-8b", 8192, 1, trainable="adapter")
 CASES: dict[str, Case] = {
     "1b": BASE,
-    "1b-fsdp2": dataclasses.replace(BASE, data=2),
-    "1b-fsdp4": dataclasses.replace(BASE, data=4),
-    "1b-tp2": dataclasses.replace(BASE, model=2),
     "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
-    "1b-32k-seq2": dataclasses.replace(BASE, length=32768, sequences=1, sequence=2),
     "1b-64k": dataclasses.replace(BASE, length=65536, sequences=1),
-    "1b-64k-seq2": dataclasses.replace(BASE, length=65536, sequences=1, sequence=2),
     "0.5b": SMALL,
     "8b": LARGE,
-    "8b-fsdp2": dataclasses.replace(LARGE, data=2),
-    "8b-fsdp4": dataclasses.replace(LARGE, data=4),
     "8b-all": dataclasses.replace(LARGE, trainable="all"),
     "8b-32k": dataclasses.replace(LARGE, length=32768),
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
     "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
     "tiny": Case("tiny", 64, 2),
-    "tiny-seq2": Case("tiny", 64, 2, sequence=2, packed=True),
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
 }
 

@@ -87,13 +87,10 @@ class Bench:
             scores = dms_jax.score(
                 model, self.sequences, policy=policy, page_size=PAGE_SIZE, on_done=tick
             )
-        texts = [model.tokenizer.decode(each) for each in self.sequences]
         count = sum(len(score.logprobs) for score in scores)
         found = self.results[label] = Perplexity(
             settings={"policy": policy.to_dict(), "window": LENGTH},
             tokens=count,
-            words=sum(len(text.split()) for text in texts),
-            size=sum(len(text.encode()) for text in texts),
             window_nats=np.array([-score.logprobs.mean() for score in scores]),
             nats=-float(sum(score.logprobs.sum(dtype=np.float64) for score in scores)),
             reads=sum(score.usage.kv_reads for score in scores) / count,
