@@ -129,6 +129,11 @@ def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:
             )
 
 
+def config_of(shape: Shape) -> dms_jax.ModelConfig:
+    """Returns the architecture of a shape."""
+    return dms_jax.ModelConfig.from_hf(COMMON | SHAPES[shape])
+
+
 def model_of(
     shape: Shape, dtype: Any, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:

@@ -39,7 +39,7 @@ from dms_jax.policies import DMS
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.trainer import Trainer
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import COMMON, SHAPES, Shape
+from experiments.benchmarks.shapes import Shape, config_of
 from experiments.benchmarks.timing import about, events_by_device
 
 
@@ -176,7 +176,7 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
     mesh = None
     if case.devices > 1:
         mesh = dms_jax.make_mesh(case.data, case.model, sequence=case.sequence)
-    shape = dms_jax.ModelConfig.from_hf(COMMON | SHAPES[case.shape])
+    shape = config_of(case.shape)
     recipe, policy = recipe_of(case), DMS(window=256, source="adapter")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     began = time.perf_counter()

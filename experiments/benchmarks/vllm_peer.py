@@ -39,8 +39,10 @@ from typing import Any, Literal
 import numpy as np
 
 import dms_jax
+from dms_jax.analysis import latency
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
+from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy, Vanilla
 from experiments.benchmarks import shapes
 from experiments.benchmarks.settings import check_numbers
@@ -378,32 +380,16 @@ def model_directory(config: Config) -> Iterator[pathlib.Path]:
         yield place
 
 
-def weight_bytes(config: Config) -> float:
-    """Returns the bytes of the weights in bfloat16."""
-    fields = shapes.SHAPES[config.shape]
-    width, inner = fields["hidden_size"], fields["intermediate_size"]
-    heads, head_dim = fields["num_attention_heads"], head_dim_of(fields)
-    attention = 2 * width * head_dim * (heads + fields["num_key_value_heads"])
-    tables = 1 if fields.get("tie_word_embeddings") else 2
-    layers = fields["num_hidden_layers"] * (attention + 3 * width * inner)
-    return 2.0 * (layers + tables * fields["vocab_size"] * width)
+def weight_bytes(config: Config) -> int:
+    """Returns the bytes of the weights in bfloat16; starts no backend."""
+    import jax
 
-
-def head_dim_of(fields: dict[str, Any]) -> int:
-    """Returns the head dim of a shape."""
-    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return tree_bytes(jax.eval_shape(lambda: shapes.model_of(config.shape, "bfloat16").transformer))
 
 
 def vocabulary(config: Config) -> int:
     """Returns the number of tokens that prompts are drawn from, without special ones."""
-    return max(shapes.SHAPES[config.shape]["vocab_size"] - 300, 16)
-
-
-def token_bytes(config: Config) -> int:
-    """Returns the bytes of a token in a plain cache of bfloat16."""
-    fields = shapes.SHAPES[config.shape]
-    heads = fields["num_hidden_layers"] * fields["num_key_value_heads"]
-    return 2 * 2 * heads * head_dim_of(fields)
+    return max(shapes.config_of(config.shape).vocab_size - 300, 16)
 
 
 class Report:
@@ -480,7 +466,9 @@ def room(config: Config) -> dict[str, Any]:
     tokens = [count * (CHAT + ANSWER + PAGE) for count in config.chats]
     tokens += [count * (length + PAGE) for count, length in config.prompts]
     longest = max(CHAT + ANSWER, *(length + 1 for _, length in config.prompts))
-    return dict(cache=max(tokens) * token_bytes(config), longest=longest + PAGE)
+    model = shapes.config_of(config.shape)
+    cache = latency.cache_bytes(model, batch=1, live_tokens=max(tokens))
+    return dict(cache=int(cache), longest=longest + PAGE)
 
 
 def plain(config: Config, report: Report) -> None:
