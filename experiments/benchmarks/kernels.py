@@ -60,8 +60,6 @@ class Config:
     """Kernel to time."""
     cases: tuple[str, ...] = ()
     """Cases to time, by name; all unless given. Kernel "prefill" has none."""
-    only: tuple[str, ...] = ()
-    """Contenders of decode, such as mosaic_gpu or cudnn; all unless given."""
     implementation: Literal["mosaic_gpu", "mosaic_mma", "xla"] = "mosaic_gpu"
     """Implementation of prefill and training attention."""
     picture: pathlib.Path | None = None
@@ -76,8 +74,6 @@ def time_decode(config: Config, report: dict[str, Any], write: Callable[[], None
     report["records"] = []
     for case, name in itertools.product(decode_cases.BENCHMARK, DECODE):
         if case.name not in (config.cases or names_of(decode_cases.BENCHMARK)):
-            continue
-        if config.only and name.split(",")[0] not in config.only:
             continue
         record = {"case": case.name, "implementation": name}
         try:
@@ -100,11 +96,9 @@ def main(config: Config) -> None:
     """Measures, prints, and writes the report.
 
     Raises:
-      ConfigError: there is no such case or contender, or no GPU.
+      ConfigError: there is no such case, or no GPU.
     """
     cases = {"decode": decode_cases.BENCHMARK, "training": training_cases.SPEED, "prefill": ()}
-    known = dict.fromkeys(name.split(",")[0] for name in DECODE)
-    check_names("--only", config.only, known if config.kernel == "decode" else ())
     check_names("--cases", config.cases, names_of(cases[config.kernel]))
     if config.picture is not None:
         make_folder("--out", config.out)
