@@ -16,8 +16,6 @@ from typing import Annotated, Any
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
@@ -123,30 +121,6 @@ def _placeholder(kind: Any, default: Any) -> str | None:
     return None
 
 
-def _choice(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """A tyro rule that reads one of several names; its error lists them in order."""
-    union = info.type_origin in (types.UnionType, typing.Union)
-    kinds = [each for each in typing.get_args(info.type) if each is not types.NoneType]
-    kinds = kinds if union else [info.type]
-    names = [name for each in kinds for name in typing.get_args(each)]
-    if any(typing.get_origin(each) is not typing.Literal for each in kinds):
-        return None
-
-    def read(words: list[str]) -> str:
-        if words[0] not in names:
-            raise ValueError(f"there is no {words[0]!r}; there are {', '.join(names)}.")
-        return words[0]
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="|".join(names),
-        instance_from_str=read,
-        is_instance=lambda value: value is None or value in names,
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 _WORDS = {str: "STR", int: "INT", float: "FLOAT", pathlib.Path: "PATH"}
 REGISTRY = ConstructorRegistry()
 REGISTRY.struct_rule(_Explained())
-REGISTRY.primitive_rule(_choice)

@@ -49,13 +49,11 @@ def make_place(option: str, path: pathlib.Path) -> None:
     """Creates the folder of a file, and tries a temporary file in it.
 
     Raises:
-      ConfigError: the folder cannot be created or written to, or the path is no regular file.
+      ConfigError: the folder cannot be created or written to, or the path is a folder.
     """
     make_folder(option, path.parent)
     if path.is_dir():
         raise dms_jax.ConfigError(f"{option} {path}: a folder has this name; name a file.")
-    if path.exists() and not path.is_file():  # a device or a pipe; do not replace it
-        raise dms_jax.ConfigError(f"{option} {path}: this is not a regular file; name one.")
 
 
 def read_file(option: str, path: pathlib.Path) -> bytes:

@@ -157,7 +157,7 @@ def _say(message: Warning | str, *where: Any) -> None:
 
 
 def running_program() -> str:
-    """Returns the program as typed: `dms-jax`, or `python -m experiments.benchmarks.engine`."""
+    """Returns the program as typed: `dms-jax`, or `python -m experiments.benchmarks.serving`."""
     name = pathlib.Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if name == "dms-jax" or (spec is not None and spec.name == "dms_jax.command_line.__main__"):

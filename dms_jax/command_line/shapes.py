@@ -1,16 +1,14 @@
 """Shapes of well-known models, as their config.json gives them, for plans that need no weights.
 
-The documentation's tables are made from them: supported models, and the memory of their caches,
-plain and compressed.
+The page of models lists them, and their caches, plain and compressed (`cache_sizes`).
 """
 
 from typing import Any
 
-from dms_jax.checkpoint.gguf.config import ARCHITECTURES as GGUF
 from dms_jax.config import Experts, ModelConfig, Rope
 from dms_jax.config_checks import FAMILIES
 from dms_jax.generation.memory import sequence_bytes
-from dms_jax.policies import DMS, Policy, Vanilla
+from dms_jax.policies import Policy, Vanilla
 
 
 def _shape(family: str, *sizes: Any, **more: Any) -> ModelConfig:
@@ -92,50 +90,6 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 LENGTHS = (8192, 32768, 131072)
-LEARNED, RATIO = DMS(window=256), 8
-
-
-def model_table() -> str:
-    """Returns the table of supported models, a row per shape."""
-    head = (
-        "| model | family | layers | attention | feed-forward | files |\n|---|---|---|---|---|---|"
-    )
-    return "\n".join([head, *(_model_row(name, config) for name, config in SHAPES.items())])
-
-
-def _model_row(name: str, config: ModelConfig) -> str:
-    windowed, full = sum(config.windowed), config.num_full_layers
-    layers = f"{full} full" if full else ""
-    if windowed:
-        layers = f"{windowed} of {config.window}" + (f", {layers}" if layers else "")
-    if "unrotated" in config.layer_types:
-        layers += f", one of {len(config.layer_types)} without rotation"
-    heads = f"{config.num_heads} heads on {config.num_kv_heads} of {config.head_dim}"
-    has = {
-        "q/k norms": config.qk_norm,
-        "sinks": config.sinks,
-        "soft cap": config.attention_soft_cap is not None,
-    }
-    heads = ", ".join([heads, *(word for word, has_it in has.items() if has_it)])
-    experts = config.experts
-    mlp = "dense" if experts is None else f"{experts.per_token} of {experts.count} experts"
-    files = "safetensors" + (", GGUF" if config.model_type in GGUF.values() else "")
-    return f"| {name} | `{config.model_type}` | {layers} | {heads} | {mlp} | {files} |"
-
-
-def cache_table() -> str:
-    """Returns the table of a sequence's cache size by length, plain and with 8x DMS."""
-    columns = " | ".join(f"{length // 1024}K | with DMS" for length in LENGTHS)
-    rows = [f"| model | {columns} |", "|---|" + "---:|" * (2 * len(LENGTHS))]
-    for name, config in SHAPES.items():
-        cells = []
-        for length in LENGTHS:
-            beyond = length > config.max_position_embeddings
-            cells += [
-                "" if beyond else each for each in cache_sizes(config, LEARNED, RATIO, length)
-            ]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows)
 
 
 def cache_sizes(

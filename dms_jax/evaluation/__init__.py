@@ -1,6 +1,5 @@
 """Evaluation: tasks answered from the real cache, scores, budgets and comparisons."""
 
-from dms_jax.evaluation.aggregation import METHODS, Method, likeliest, pass_at
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from dms_jax.evaluation.evaluating import SAMPLING, evaluate
 from dms_jax.evaluation.hyperscaling import System, hyperscale
@@ -12,11 +11,14 @@ from dms_jax.evaluation.prompting import Chat
 from dms_jax.evaluation.result import Result, percent, summary_table
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import (
+    METHODS,
     Measured,
+    Method,
     difference,
     majority,
     mean_over_problems,
     mean_over_seeds,
+    pass_at,
     standard_error,
 )
 
@@ -42,7 +44,6 @@ __all__ = [
     "evaluate",
     "frontier",
     "hyperscale",
-    "likeliest",
     "likelihoods",
     "majority",
     "mean_over_problems",

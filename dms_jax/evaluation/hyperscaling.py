@@ -28,7 +28,6 @@ from jaxtyping import Float
 from dms_jax.checks import Count, NotNegative, Options, Ratio, Whole, check, show
 from dms_jax.data.tasks import Split, Task
 from dms_jax.errors import ConfigError, DataError
-from dms_jax.evaluation.aggregation import METHODS
 from dms_jax.evaluation.answering import Evaluation
 from dms_jax.evaluation.evaluating import SAMPLING
 from dms_jax.evaluation.hyperscaling_result import Hyperscaling, Point, point_label
@@ -37,6 +36,7 @@ from dms_jax.evaluation.prompting import Chat, answer_limit
 from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.samples import Sample
 from dms_jax.evaluation.serving import Serving
+from dms_jax.evaluation.statistics import METHODS
 from dms_jax.evaluation.traces import Answer, cut, depends_on_length
 from dms_jax.generation import Sampling
 from dms_jax.generation.requests import check_call
@@ -118,7 +118,7 @@ def hyperscale(
         lengths=_numbers("lengths", lengths, Count),
         chains=_numbers("chains", chains, Count),
         seeds=_numbers("seeds", seeds, Whole),
-        sampling=dataclasses.replace(given, logprobs=True),
+        sampling=given,
         temperatures=_numbers(
             "temperatures",
             (given.temperature,) if temperatures is None else temperatures,

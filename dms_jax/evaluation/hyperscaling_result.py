@@ -21,11 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from dms_jax.checks import check, require
-from dms_jax.evaluation.aggregation import METHODS, Method
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from dms_jax.evaluation.pareto import frontier
 from dms_jax.evaluation.result import percent
-from dms_jax.evaluation.statistics import Measured, mean_over_seeds
+from dms_jax.evaluation.statistics import METHODS, Measured, Method, mean_over_seeds
 
 Axis = Literal["reads", "peak"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -53,7 +52,7 @@ class Point:
       length, chains: L and W.
       temperature: sampling temperature; 0 takes the most likely tokens.
       policy: the cache policy, as JSON data.
-      scores: score of each problem by method, see `aggregation`; if more chains were drawn, the
+      scores: score of each problem by method, see `statistics`; if more chains were drawn, the
         mean over disjoint groups of `chains` chains.
       reads, peak: tokens of all chains of a problem, the mean over the same groups.
       new_tokens: mean number of tokens of a chain.

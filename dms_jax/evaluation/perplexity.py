@@ -37,8 +37,6 @@ class Perplexity:
     Attributes:
       settings: path, policy and window, as JSON data.
       tokens: number of predicted tokens.
-      words: number of words of the text, separated by white space.
-      size: bytes of the text in UTF-8.
       window_nats: mean loss of each window, in nats per token.
       nats: total loss of the text.
       reads: cache entries read per token, averaged over layers and KV heads.
@@ -48,8 +46,6 @@ class Perplexity:
 
     settings: Mapping[str, Any]
     tokens: int
-    words: int
-    size: int
     window_nats: Float[np.ndarray, " windows"]
     nats: float
     reads: float
@@ -64,38 +60,21 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """Exponential of the loss per token."""
-        return _exp(self.nats / self.tokens)
-
-    @property
-    def word_perplexity(self) -> float:
-        """Exponential of the loss per word, which does not depend on the tokenizer."""
-        return _exp(self.nats / max(self.words, 1))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Loss per byte of text in bits, which does not depend on the tokenizer either."""
-        return self.nats / math.log(2) / self.size
+        mean = self.nats / self.tokens
+        return math.exp(mean) if mean < 700 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as JSON data."""
         return {
             **self.settings,
             "tokens": self.tokens,
-            "words": self.words,
-            "bytes": self.size,
             "windows": len(self.window_nats),
             "loss": self.loss.to_list(),
             "perplexity": self.perplexity,
-            "word_perplexity": self.word_perplexity,
-            "bits_per_byte": self.bits_per_byte,
             "reads": self.reads,
             "peak": self.peak,
             "cache_bytes": self.cache_bytes,
         }
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
 
 
 def perplexity(
@@ -137,13 +116,10 @@ def perplexity(
             f"perplexity: a window of {window} tokens and the one before them are beyond the "
             f"model's {positions} positions."
         )
-    texts, windows, room = [], [], max_tokens
+    windows, room = [], max_tokens
     for text in TextFiles(path):
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
-        if room is not None and room < len(tokens):
-            tokens = tokens[:room]
-            text = model.tokenizer.decode(tokens, skip_special_tokens=False)
-        texts.append(text)
+        tokens = tokens[:room]
         windows += cut_into_windows(tokens, window, first_token(model))
         room = None if room is None else room - len(tokens)
         if room == 0:
@@ -155,8 +131,6 @@ def perplexity(
     return Perplexity(
         settings={"path": str(path), "policy": policy.to_dict(), "window": window},
         tokens=count,
-        words=sum(len(text.split()) for text in texts),
-        size=sum(len(text.encode()) for text in texts),
         window_nats=np.asarray(
             [total / len(each.logprobs) for total, each in zip(nats, scores, strict=True)]
         ),

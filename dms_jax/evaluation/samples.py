@@ -6,13 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from dms_jax.evaluation.aggregation import Method, likeliest, pass_at
 from dms_jax.evaluation.questions import Judge, PerChain
-from dms_jax.evaluation.statistics import majority
+from dms_jax.evaluation.statistics import Method, majority, pass_at
 from dms_jax.evaluation.traces import Chain
 
 _DTYPES = {
-    "logprob": np.float64,
     "new_tokens": np.int64,
     "reads": np.float64,
     "peak": np.float64,
@@ -27,14 +25,12 @@ class Sample:
     Attributes:
       answers: the answer of each chain; None if it gave none.
       scores, answer_scores: see `Result`.
-      logprob: sum of the log-probabilities of a chain's tokens.
       new_tokens, reads, peak, ended: see `traces.Chain`.
     """
 
     answers: list[list[str | None]]
     scores: PerChain
     answer_scores: PerChain
-    logprob: PerChain
     new_tokens: Int[np.ndarray, "problems chains"]
     reads: PerChain
     peak: PerChain
@@ -63,15 +59,10 @@ class Sample:
             return pass_at(self.scores, chains)
         if method == "single":
             return self.scores[:, : groups * chains].mean(1)
-        tokens = np.maximum(self.new_tokens, 1) if method == "likeliest_mean" else 1
-        weights, total = self.logprob / tokens, np.zeros(len(self.answers))
+        total = np.zeros(len(self.answers))
         for first in range(0, groups * chains, chains):
-            own = slice(first, first + chains)
             for problem, answers in enumerate(self.answers):
-                if method == "vote":
-                    winner = majority(answers[own])
-                else:
-                    winner = likeliest(answers[own], weights[problem, own])
+                winner = majority(answers[first : first + chains])
                 if winner is not None:
                     total[problem] += self.answer_scores[problem, first + winner]
         return total / groups

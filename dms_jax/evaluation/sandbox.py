@@ -7,9 +7,9 @@
 A confined process is a fresh Python that locks itself in before it reads the model's code
 (`confined.py`):
 
-- time: limits on processor time (RLIMIT_CPU) and on wall time; it also dies with its parent;
-- memory: RLIMIT_AS, which bounds the number of threads too;
-- processes: no fork, no exec, no signals to others, no debugging;
+- time: limits on processor time (RLIMIT_CPU) and on wall time;
+- memory: RLIMIT_AS;
+- processes: no fork, no exec, no threads, no signals, no debugging;
 - files: none can be written, created, renamed or removed; only Python's library and the system's
   shared libraries can be read (Landlock). Names, sizes and dates of other files are visible;
 - network: no sockets of any family;
@@ -92,7 +92,7 @@ class Sandbox(Options):
             "CORE": 0,
         }
         job = {"source": source, "limits": limits, "weaker": self.allow_weaker}
-        job |= {"parent": os.getpid(), "unconfined": _UNCONFINED, "done": _DONE}
+        job |= {"unconfined": _UNCONFINED, "done": _DONE}
         try:
             ended = subprocess.run(
                 [sys.executable, "-P", "-s", "-S", "-X", "utf8", str(_PROGRAM)],

@@ -17,17 +17,28 @@ With one seed the second term is left out.
 
 Two systems that answered the same problems are compared by paired differences, which removes the
 variation in difficulty between problems.
+
+The W chains of a problem have one score: `single` is the mean of the chains, `vote` that of the
+answer that most chains give in any notation (`majority`), and `pass` the best among them (pass@W
+where a score is 0 or 1). If n > W chains were drawn, pass@W is the mean over all subsets of W, an
+unbiased estimate; with scores s_1 >= s_2 >= ...,
+
+    pass@W = sum_i s_i C(n - i, W - 1) / C(n, W)      i = 1 .. n: s_i is the best of its subset
 """
 
 import collections
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
 
 from dms_jax.errors import DataError
+
+Method = Literal["single", "vote", "pass"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,3 +120,20 @@ def majority(answers: Sequence[str | None]) -> int | None:
     return next(
         i for i, answer in enumerate(answers) if answer is not None and votes[answer] == most
     )
+
+
+def pass_at(
+    scores: Float[np.ndarray, "problems chains"], count: int
+) -> Float[np.ndarray, " problems"]:
+    """Expected best score of `count` chains, estimated from all drawn chains.
+
+    Raises:
+      DataError: fewer chains were drawn.
+    """
+    drawn = scores.shape[1]
+    if not 1 <= count <= drawn:
+        raise DataError(f"pass@{count} cannot be estimated from {drawn} chains.")
+    subsets = math.comb(drawn, count)
+    # Exact integers: the binomial coefficients of many chains overflow float64.
+    shares = [math.comb(drawn - rank, count - 1) / subsets for rank in range(1, drawn + 1)]
+    return -np.sort(-scores, axis=1) @ np.asarray(shares)

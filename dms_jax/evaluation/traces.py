@@ -52,7 +52,6 @@ class Chain:
       text: its text.
       new_tokens: tokens generated.
       reads, peak: see `Usage.kv_reads` and `Usage.peak_tokens`.
-      logprob: sum of the log-probabilities of its tokens.
       ended: whether it ended by an end token.
     """
 
@@ -60,21 +59,18 @@ class Chain:
     new_tokens: int
     reads: float
     peak: float
-    logprob: float
     ended: bool
 
 
 def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
     """Cuts an answer to at most `length` new tokens."""
     done, trace = answer.completion, answer.trace
-    assert done.logprobs is not None
     if len(done.tokens) <= length:
         return Chain(
             text=done.text,
             new_tokens=len(done.tokens),
             reads=done.usage.kv_reads,
             peak=done.usage.peak_tokens,
-            logprob=float(sum(done.logprobs)),
             ended=done.finish_reason == "end",
         )
     assert trace is not None
@@ -86,7 +82,6 @@ def cut(answer: Answer, length: int, tokenizer: Any) -> Chain:
         new_tokens=length,
         reads=sum(trace.reads[: length - 1]) / trace.rows,
         peak=max([trace.prompt_peak, *trace.live[: length - 1]]) / trace.rows,
-        logprob=float(sum(done.logprobs[:length])),
         ended=False,
     )
 

@@ -21,6 +21,7 @@ that reads the most. `--profile-below 1` adds the times of the kernels of a step
 """
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -36,7 +37,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
-from dms_jax.cache import Pool
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
@@ -45,6 +45,8 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.model.layer_loop import window_policy
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.policies import Policy
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.selective import SelectiveReading
 from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
@@ -52,6 +54,7 @@ from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_o
 from experiments.benchmarks.timing import about
 
 Heads = Literal["uneven", "even", "few"]
+PAGE_SIZE = 64
 NEAR_DENSE = 0.95  # share of the tokens beyond the window
 Size = tuple[int, int]  # devices over which sequences and heads are split
 
@@ -185,51 +188,110 @@ def _growing_lengths(
 
 
 def filled_runner(
-    config: Config, model: dms_jax.LanguageModel, policy: Any, lengths: np.ndarray, ratio: int
+    model: dms_jax.LanguageModel,
+    policy: Policy,
+    lengths: np.ndarray,
+    context: int,
+    *,
+    steps: int,
+    kv_dtype: str | None = None,
+    spare: float = 1.0,
 ) -> Runner:
-    """Returns a filled cache with random contents."""
-    steps = (config.repeats + 3) * config.chunk
+    """Returns a filled cache with random contents.
+
+    Args:
+      model: the model.
+      policy: its policy, whose state is filled plausibly (`state_at`).
+      lengths: [L, B, K] slots in use.
+      context: tokens that each sequence has seen.
+      steps: steps for which pages are reserved.
+      kv_dtype: type of the cache; None for the model's.
+      spare: pages of the pool for each one needed.
+    """
     # Each device has as many pages as the one with the longest heads.
-    each = by_device(np.ceil((lengths + steps) / 64), model)
-    lanes, pages = lengths.shape[1], len(each) * int(each.max())
-    runner = Runner(model, policy, num_lanes=lanes, num_pages=pages, page_size=64)
+    each = by_device(np.ceil((lengths + steps) / PAGE_SIZE), model)
+    lanes, pages = lengths.shape[1], int(spare * len(each) * each.max())
+    options: dict[str, Any] = dict(page_size=PAGE_SIZE, kv_dtype=kv_dtype)
+    runner = Runner(model, policy, num_lanes=lanes, num_pages=pages, **options)
     runner.reservation.lengths = lengths.copy()
     runner.reservation.reserve(np.full(lanes, steps))
     cache = runner.cache
-    fill = jax.jit(
-        lambda x, key: x + jax.random.normal(jax.random.key(key), x.shape, x.dtype) * 0.3,
-        static_argnums=1,
-        donate_argnums=0,
-        out_shardings=cache.k_pages.sharding,
-    )
     places = jax.tree.map(lambda x: x.sharding, cache)
-
-    def rows_at(policy: Any, rows: Any, lengths: np.ndarray, rate: float) -> Any:
-        size = policy.visible_window + 1
-        slots = jnp.asarray(np.maximum(lengths[..., None] - size + np.arange(size), 0), jnp.int32)
-        evicted = jax.random.uniform(jax.random.key(1), slots.shape) < rate
-        return policy.rows_at(rows, slots, evicted, config.context)
-
     sliding = np.array(model.config.windowed)
-    row_state = cache.row_state
-    growing = row_state.growing if sliding.any() else row_state
-    if ratio != 1:
-        growing = rows_at(policy, growing, lengths[~sliding], policy.rate)
-    row_state = growing
     if sliding.any():
-        windowed = cache.row_state.windowed
-        windowed = rows_at(window_policy(model.config), windowed, lengths[sliding], 1.0)
-        row_state = dataclasses.replace(cache.row_state, growing=growing, windowed=windowed)
+        windowed, _ = state_at(
+            window_policy(model.config), cache.row_state.windowed, None, lengths[sliding], context
+        )
+        rows = cache.row_state.growing
+    else:
+        rows = cache.row_state
+    rows, page_state = state_at(policy, rows, cache.page_state, lengths[~sliding], context)
+    if sliding.any():
+        rows = dataclasses.replace(cache.row_state, growing=rows, windowed=windowed)
+
+    def draw(x, seed):
+        # Block by block and in place, because a pool may take more than half of the memory.
+        size = min(len(x), 4096)
+
+        def block(index, x):
+            key = jax.random.fold_in(jax.random.key(seed), index)
+            new = jax.random.normal(key, (size, *x.shape[1:]), jnp.bfloat16)
+            return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index * size, 0)
+
+        return jax.lax.fori_loop(0, -(-len(x) // size), block, x)
+
+    pool = cache.pool
+    fill = jax.jit(draw, static_argnums=1, donate_argnums=0, out_shardings=pool.k_pages.sharding)
     filled = dataclasses.replace(
         cache,
-        pool=Pool(k_pages=fill(cache.k_pages, 1), v_pages=fill(cache.v_pages, 2)),
+        pool=dataclasses.replace(
+            pool,
+            k_pages=fill(pool.k_pages, 1),
+            v_pages=fill(pool.v_pages, 2),
+            k_scales=None if pool.k_scales is None else jnp.ones_like(pool.k_scales),
+            v_scales=None if pool.v_scales is None else jnp.ones_like(pool.v_scales),
+        ),
         lengths=np.asarray(lengths, np.int32),
-        seen=np.full(lanes, config.context, np.int32),
-        row_state=row_state,
+        seen=np.full(lanes, context, np.int32),
+        row_state=rows,
+        page_state=page_state,
     )
     # Placed as a program leaves them; for another placement it would compile again.
     runner.cache = jax.device_put(filled, places)
     return runner
+
+
+def state_at(
+    policy: Policy, rows: Any, pages: Any, lengths: np.ndarray, context: int
+) -> tuple[Any, Any]:
+    """A plausible (row state, page state) of the policy, for the given empty ones.
+
+    Delayed eviction computes its rows' contents at a length; if it draws or scores, the marked
+    share of the window equals the evicted share before it. In any other state slots and positions
+    are random numbers in their range, and page state is random.
+    """
+    inner = policy.over if isinstance(policy, SelectiveReading) else policy
+    if isinstance(inner, DelayedEviction):
+        size = inner.visible_window + 1
+        slots = jnp.asarray(np.maximum(lengths[..., None] - size + np.arange(size), 0), jnp.int32)
+        rate = getattr(inner, "rate", 0.0)
+        if isinstance(inner, dms_jax.StreamingLLM):
+            rate = 1.0
+        elif isinstance(inner, dms_jax.KVzap):
+            rate = 1 - float(lengths.mean()) / context
+        evicted = jnp.asarray(np.random.default_rng(1).random(slots.shape) < rate)
+        rows = inner.rows_at(rows, slots, evicted, context)
+    elif jax.tree.leaves(rows):
+        rows = jax.tree.map(functools.partial(random_like, below=int(lengths.min())), rows)
+    return rows, jax.tree.map(functools.partial(random_like, below=context, floats=True), pages)
+
+
+@functools.partial(jax.jit, static_argnames=("below", "floats"))
+def random_like(x: jax.Array, below: int, floats: bool = False) -> jax.Array:
+    """Random numbers shaped like an array: integers from 0 to `below`, others normal or kept."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jax.random.randint(jax.random.key(2), x.shape, 0, below, x.dtype)
+    return jax.random.normal(jax.random.key(3), x.shape, x.dtype) if floats else x
 
 
 def parallel(model: dms_jax.LanguageModel) -> tuple[int, int]:
@@ -263,14 +325,15 @@ def time_paged(
     """Times decode steps through the library's own loop."""
     lengths = row_lengths(config, model, ratio, spread)
     policy = policy_of(config.context, config.window, ratio)
-    runner = filled_runner(config, model, policy, lengths, ratio)
+    steps = (config.repeats + 3) * config.chunk
+    runner = filled_runner(model, policy, lengths, config.context, steps=steps)
     data, split = parallel(model)
-    seconds, live_reads, run = time_runner(config, runner)
+    seconds, live_reads, run = time_runner(runner, config.chunk, config.repeats)
     entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
     # A step takes as long as the device that reads the most.
     most = float(by_device(lengths, model).max() / lengths.sum())
-    pages = by_device(np.ceil(lengths / 64), model)
-    sequence_bytes = float(pages.max()) * 64 * entry / config.batch
+    pages = by_device(np.ceil(lengths / PAGE_SIZE), model)
+    sequence_bytes = float(pages.max()) * PAGE_SIZE * entry / config.batch
     figures = roofline(model, config.batch, most * live_reads * entry, rate, seconds)
     if figures["share_of_roofline"] < config.profile_below:
         with traces.traced() as trace:
@@ -284,7 +347,7 @@ def time_paged(
         tokens_per_second=runner.num_lanes / seconds,
         live_tokens=float(lengths.mean()),
         longest=int(lengths.max()),
-        cache_bytes=int(pages.sum()) * 64 * entry,
+        cache_bytes=int(pages.sum()) * PAGE_SIZE * entry,
         largest_batch=largest_batch(model, sequence_bytes),
     )
 
@@ -310,7 +373,7 @@ def time_in_turns(
     return found
 
 
-def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[[], Any]]:
+def time_runner(runner: Runner, chunk: int, repeats: int) -> tuple[float, float, Callable[[], Any]]:
     """Times the steps of a filled cache.
 
     Returns:
@@ -329,7 +392,7 @@ def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[
             remaining,
             seeds,
             Sampling(temperature=0).filter,
-            num_steps=config.chunk,
+            num_steps=chunk,
             end_tokens=(),
         )
         steps = runner.collect(launched)
@@ -338,7 +401,7 @@ def time_runner(config: Config, runner: Runner) -> tuple[float, float, Callable[
         return steps.tokens
 
     run()
-    seconds = median_seconds(run, config.repeats, warmup=1) / config.chunk
+    seconds = median_seconds(run, repeats, warmup=1) / chunk
     return seconds, float(np.mean(reads[1:])), run
 
 
@@ -441,10 +504,6 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
     return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
 
 
-# transformers takes many times as long: its bar is cut at the edge and labelled with its length.
-WIDEST_MS = 19.0
-
-
 def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
     """Draws every row of a folder's reports beside its roofline.
 
@@ -461,41 +520,30 @@ def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
         raise dms_jax.ConfigError(f"--picture {folder}: there is no decode_steps.json.")
     rows = [row for report in reports for row in report["rows"]]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    size = 9, 1.9 * len(shapes) + 0.8
     figure, axes = plt.subplots(
-        len(shapes),
-        1,
-        figsize=(9, 1.9 * len(shapes) + 0.8),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
+        len(shapes), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
     for axis, shape in zip(axes[:, 0], shapes, strict=True):
         own = [row for row in rows if row["shape"] == shape]
+        colors = ["tab:blue" if "ratio" in row else "tab:gray" for row in own]
+        steps = axis.barh(
+            range(len(own)), [row["step_ms"] for row in own], color=colors, alpha=0.45
+        )
+        bounds = [row.get("roofline_ms", math.nan) for row in own]
+        axis.barh(range(len(own)), bounds, height=0.35, color=colors)
+        texts = [f"{row['step_ms']:.2f} ms" for row in own]
         for place, row in enumerate(own):
-            step = row["step_ms"]
-            color = "tab:blue" if "ratio" in row else "tab:gray"
-            axis.barh(place, min(step, WIDEST_MS), color=color, alpha=0.45)
-            text = f"{step:.2f} ms"
             if "roofline_ms" in row:
-                axis.barh(place, row["roofline_ms"], height=0.35, color=color)
-                text += f", {row['share_of_roofline']:.0%} of its roofline"
-            beyond = step > WIDEST_MS
-            if beyond:
-                break_bar(axis, place)
-            axis.text(
-                WIDEST_MS - 0.15 if beyond else step + 0.15,
-                place,
-                text,
-                va="center",
-                ha="right" if beyond else "left",
-                fontsize=8,
-            )
+                texts[place] += f", {row['share_of_roofline']:.0%} of its roofline"
+        axis.bar_label(steps, texts, padding=3, fontsize=8)
         axis.set_yticks(range(len(own)), [row["name"] for row in own], fontsize=8)
         axis.invert_yaxis()
         axis.set_title(shape, fontsize=9, loc="left")
-        axis.set_xlim(0, WIDEST_MS)
+    axes[-1, 0].set(xscale="log", xlim=(0.5, 250))
+    axes[-1, 0].set_xticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
     axes[-1, 0].set_xlabel(
-        "ms a step; the narrow bar is the time to read weights and live cache once"
+        "ms a step, logarithmic; the narrow bar is the time to read weights and live cache once"
     )
     told = reports[0]["config"]
     figure.suptitle(
@@ -504,16 +552,6 @@ def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
         fontsize=10,
     )
     figure.savefig(path, dpi=110)
-
-
-def break_bar(axis: Any, place: int) -> None:
-    """Marks a bar cut at the axis with two slanted lines and white between them."""
-    at, slant = 0.72 * WIDEST_MS, 0.12
-    left, right = (([at + dx - slant, at + dx + slant]) for dx in (0, 0.35))
-    edges = [place + 0.45, place - 0.45]
-    axis.fill([*left, *right[::-1]], [*edges, *edges[::-1]], color="white", zorder=3)
-    for line in (left, right):
-        axis.plot(line, edges, color="#222222", linewidth=1, zorder=4)
 
 
 def main(config: Config) -> None:

@@ -2,15 +2,12 @@
 
 - **decode**: decode attention beside cuDNN on dense rows, jax's stock Pallas kernel and XLA. Rates
   count the bytes of live keys and values once. cuDNN does not support rows of different lengths.
-- **write**: the write of a step's new keys and values into their pages, beside XLA's scatter.
-- **select**: the largest scores of each row (Quest, KCache), beside XLA's two sorts.
-- **fetch**: values out of host memory (KCache), beside a gather by the host's processor.
 - **prefill**: a chunk of a prompt over a compressed past, beside cuDNN over all of it.
 - **training**: attention with the DMS mask, beside cuDNN's plain causal attention and, where
   PyTorch is installed, FlexAttention with the same mask; and the memory of forward and backward.
 
-Everything is checked on fresh random data before timing. The first four run a chain of calls in one
-program, each over separate data; for the last two the kernels' own times count.
+Everything is checked on fresh random data before timing. Decode runs a chain of calls in one
+program, each over separate data; for the others the kernels' own times count.
 
     python -m experiments.benchmarks.kernels --kernel decode --out experiments/results/kernels
     python -m experiments.benchmarks.kernels --kernel training \
@@ -26,8 +23,8 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,22 +35,7 @@ from dms_jax.command_line.running import run
 from experiments.benchmarks import kernels_decoding, kernels_training
 from experiments.benchmarks.timing import about, require_gpu
 from pallas_kernels.decode import cases as decode_cases
-from pallas_kernels.select import cases as select_cases
 from pallas_kernels.training import cases as training_cases
-from pallas_kernels.update import cases as write_cases
-
-
-class Table(NamedTuple):
-    """A kernel's cases and contenders, and the function that times one of them.
-
-    `measure` takes a case, a contender and a seed, and returns the figures; None if the contender
-    does not take part in this case.
-    """
-
-    cases: Sequence[Any]
-    contenders: tuple[str, ...]
-    measure: Callable[[Any, str, int], dict[str, Any] | None]
-
 
 CONTENDERS = {
     "mosaic_gpu": ("this kernel (Mosaic GPU)", "#c0392b"),
@@ -62,65 +44,45 @@ CONTENDERS = {
     "stock pallas": ("jax's own Pallas kernel", "#7d8c2f"),
     "xla": ("XLA", "#909497"),
 }
-OURS_AND_XLA = ("xla", "mosaic_gpu")
-TABLES = {
-    "decode": Table(
-        decode_cases.BENCHMARK,
-        ("mosaic_gpu", "mosaic_gpu, plan included", *list(CONTENDERS)[1:]),
-        kernels_decoding.measure_decode,
-    ),
-    "write": Table(write_cases.BENCHMARK, OURS_AND_XLA, kernels_decoding.measure_write),
-    "select": Table(select_cases.BENCHMARK, OURS_AND_XLA, kernels_decoding.measure_select),
-    "fetch": Table(kernels_decoding.FETCHES, OURS_AND_XLA, kernels_decoding.measure_fetch),
+DECODE = ("mosaic_gpu", "mosaic_gpu, plan included", *list(CONTENDERS)[1:])
+FILES = {
+    "decode": "decode.json",
+    "prefill": "prefill_kernel.json",
+    "training": "training_kernels.json",
 }
-FILES = {"prefill": "prefill_kernel.json", "training": "training_kernels.json"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Time a kernel."""
 
-    kernel: Literal["decode", "write", "select", "fetch", "prefill", "training"] = "decode"
+    kernel: Literal["decode", "prefill", "training"] = "decode"
     """Kernel to time."""
     cases: tuple[str, ...] = ()
     """Cases to time, by name; all unless given. Kernel "prefill" has none."""
-    only: tuple[str, ...] = ()
-    """Contenders of decode, write, select and fetch, such as mosaic_gpu or cudnn; all unless
-    given."""
     implementation: Literal["mosaic_gpu", "mosaic_mma", "xla"] = "mosaic_gpu"
     """Implementation of prefill and training attention."""
-    extend: bool = False
-    """Keep other records of an existing report of decode, write, select or fetch."""
     picture: pathlib.Path | None = None
     """A folder with decode.json or training_kernels.json: time nothing, draw them into --out."""
     out: pathlib.Path = pathlib.Path("runs/kernels")
     """Folder for the figures and pictures."""
 
 
-def time_table(
-    table: Table, config: Config, report: dict[str, Any], write: Callable[[], None]
-) -> None:
-    """Times the contenders of a table on its cases; prints and writes each record."""
-    chosen = [case for case in table.cases if case.name in (config.cases or names_of(table.cases))]
-    names = [
-        name for name in table.contenders if not config.only or name.split(",")[0] in config.only
-    ]
-    for case, name in itertools.product(chosen, names):
+def time_decode(config: Config, report: dict[str, Any], write: Callable[[], None]) -> None:
+    """Times the contenders of decode attention; prints and writes each record."""
+    report["read_terabytes_per_second"] = round(kernels_decoding.read_rate(), 3)
+    report["records"] = []
+    for case, name in itertools.product(decode_cases.BENCHMARK, DECODE):
+        if case.name not in (config.cases or names_of(decode_cases.BENCHMARK)):
+            continue
         record = {"case": case.name, "implementation": name}
         try:
-            figures = table.measure(case, name, report["seed"])
+            figures = kernels_decoding.measure_decode(case, name, report["seed"])
         except Exception as reason:  # A refusal of a contender is part of the result.
             figures = {"failed": f"{type(reason).__name__}: {reason}".splitlines()[0][:200]}
         if figures is None:
             continue
-        before = [
-            each
-            for each in report["records"]
-            if (each["case"], each["implementation"]) != (case.name, name)
-        ]
-        report["records"] = sorted(
-            [*before, record | figures], key=lambda each: names_of(table.cases).index(each["case"])
-        )
+        report["records"].append(record | figures)
         print(record | figures, flush=True)
         write()
 
@@ -134,46 +96,33 @@ def main(config: Config) -> None:
     """Measures, prints, and writes the report.
 
     Raises:
-      ConfigError: there is no such case or contender, or no GPU.
+      ConfigError: there is no such case, or no GPU.
     """
-    table, cases = TABLES.get(config.kernel), training_cases.SPEED
-    if table is not None:
-        cases = table.cases
-        known = dict.fromkeys(name.split(",")[0] for name in table.contenders)
-        check_names("--only", config.only, known)
-    check_names("--cases", config.cases, () if config.kernel == "prefill" else names_of(cases))
+    cases = {"decode": decode_cases.BENCHMARK, "training": training_cases.SPEED, "prefill": ()}
+    check_names("--cases", config.cases, names_of(cases[config.kernel]))
     if config.picture is not None:
         make_folder("--out", config.out)
         draw_pictures(config.picture, config.out)
         return
-    if table is None:  # PyTorch's FlexAttention needs memory beside jax, which has not started yet
+    if config.kernel != "decode":  # FlexAttention needs memory beside jax, which has not started
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     require_gpu()
     make_folder("--out", config.out)
     seed = int.from_bytes(os.urandom(4), "little")
     report: dict[str, Any] = about(config) | {"seed": seed}
-    path = config.out / FILES.get(config.kernel, f"{config.kernel}.json")
 
     def write() -> None:
-        write_json(path, report)
+        write_json(config.out / FILES[config.kernel], report)
 
-    if table is not None:
-        report["records"] = []
-        if config.kernel == "decode":
-            report["read_terabytes_per_second"] = round(kernels_decoding.read_rate(), 3)
-        if config.extend and path.exists():
-            before = json.loads(path.read_text())
-            commands = before.pop("commands", None) or [before.pop("command")]
-            report = before | report | {"records": before["records"]}
-            report["commands"] = [*commands, report.pop("command")]
-        time_table(table, config, report, write)
+    if config.kernel == "decode":
+        time_decode(config, report, write)
         return
     report["implementation"] = config.implementation
     if config.kernel == "prefill":
         kernels_training.time_prompts(report, config.implementation)
         write()
     else:
-        wanted = config.cases or tuple(names_of(cases))
+        wanted = config.cases or tuple(names_of(training_cases.SPEED))
         kernels_training.time_training(report, wanted, config.implementation, write)
 
 

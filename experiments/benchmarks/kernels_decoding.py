@@ -1,12 +1,7 @@
-"""Kernels of decode steps: attention, the write, the selection and the fetch of values.
-
-Each is checked on fresh random data before it is timed.
-"""
+"""Decode attention beside cuDNN, jax's stock kernel and XLA, checked on fresh random data."""
 
 import functools
-import statistics
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +14,13 @@ from experiments.benchmarks.timing import (
     draw_pools,
     draw_queries,
     time_chain,
-    time_program,
 )
-from pallas_kernels import (
-    decode_attention,
-    decode_plan,
-    fetch_rows,
-    rotate_and_write,
-    select_largest,
-    write_pages,
-)
+from pallas_kernels import decode_attention, decode_plan
 from pallas_kernels.decode.cases import DecodeCase
-from pallas_kernels.select.cases import SelectCase
-from pallas_kernels.update.cases import WriteCase
-from pallas_kernels.update.reference import rotated
 
 # Above this, XLA's gathered copies and the stock kernel's split take too long to time.
 _SLOW_BYTES = 1_100_000_000
 _KV_HEADS = 8
-
-
-# -- attention -------------------------------------------------------------------------------------
 
 
 def paged(case: DecodeCase, q, pools, lengths, implementation: str, plan_inside: bool):
@@ -176,186 +157,3 @@ def read_rate() -> float:
 
     timing = time_chain(chain_of(call, jnp.float32(0), [values]))
     return values.nbytes / timing.period / 1e6
-
-
-# -- the write -------------------------------------------------------------------------------------
-
-
-def draw_pool(case: WriteCase, key: jax.Array) -> dict[str, jax.Array]:
-    """Draws the arrays to write to."""
-    pool = {}
-    for name, one in zip(("k", "v"), jax.random.split(key), strict=True):
-        shape = (case.pages, case.page_size, case.head_dim)
-        pool[f"{name}_pages"] = jax.random.normal(one, shape, jnp.bfloat16).astype(case.dtype)
-        if case.scaled:
-            pool[f"{name}_scales"] = jax.random.uniform(one, shape[:2], minval=0.5, maxval=2)
-    return pool
-
-
-def draw_rows(case: WriteCase, key: jax.Array) -> dict[str, Any]:
-    """Draws the inputs of one write."""
-    keys = jax.random.split(key, 4)
-    rows = {
-        "pages": jax.random.permutation(keys[0], case.pages)[: case.rows].astype(jnp.int32),
-        "offsets": jax.random.randint(keys[1], (case.rows,), 0, case.page_size),
-    }
-    if case.group:
-        shape = (case.rows, case.group + 2, case.head_dim)
-        rows["heads"] = jax.random.normal(keys[2], shape, jnp.dtype(case.dtype))
-        shape = (case.rows // case.row_heads, case.head_dim // 2)
-        angles = jax.random.uniform(keys[3], shape, minval=-3, maxval=3)
-        return rows | {"rotation": (jnp.cos(angles), jnp.sin(angles))}
-    for name, one in zip(("k", "v"), keys[2:], strict=True):
-        shape = (case.rows, case.head_dim)
-        rows[f"{name}_new"] = jax.random.normal(one, shape, jnp.bfloat16).astype(case.dtype)
-        if case.scaled:
-            rows[f"{name}_new_scales"] = jax.random.uniform(one, (case.rows,), minval=0.5, maxval=2)
-    return rows
-
-
-def written(pool: dict, rows: dict, implementation: str) -> dict:
-    """The pool after one write, and the rotated queries."""
-    if "heads" in rows:
-        after = rotate_and_write(**pool, **rows, implementation=implementation)
-        return dict(zip(("q", "k_pages", "v_pages"), after, strict=True))
-    after = write_pages(**pool, **rows, implementation=implementation)
-    names = ("k_pages", "v_pages", "k_scales", "v_scales")
-    return dict(zip(names, after, strict=False))
-
-
-def writes_right(case: WriteCase, implementation: str, key: jax.Array) -> bool:
-    """Whether the given slots hold the new entries, and all others are unchanged.
-
-    Bit for bit, except for rotated entries, which may differ by one rounding.
-    """
-    before, rows = draw_pool(case, key), draw_rows(case, jax.random.fold_in(key, 1))
-    after = jax.jit(functools.partial(written, implementation=implementation))(before, rows)
-    named = jnp.zeros((case.pages, case.page_size), bool)
-    named = named.at[rows["pages"], rows["offsets"]].set(True)
-    right = []
-    if case.group:
-        *queries, k_new, v_new = jnp.moveaxis(rotated(rows["heads"], rows["rotation"], ()), 1, 0)
-        rows |= {"k_new": k_new, "v_new": v_new}
-        right.append(_one_rounding(after["q"], jnp.stack(queries, axis=1)))
-    for name in before:
-        new = rows[name.replace("pages", "new").replace("scales", "new_scales")]
-        old, got = before[name], after[name]
-        here = got[rows["pages"], rows["offsets"]]
-        is_rotated = case.group and name == "k_pages"
-        right.append(_one_rounding(here, new) if is_rotated else (here == new).all())
-        same = got == old
-        right.append((same.all(-1) if same.ndim == 3 else same)[~named].all())
-    return all(bool(x) for x in right)
-
-
-def _one_rounding(got: jax.Array, want: jax.Array) -> jax.Array:
-    """Whether numbers are equal up to one rounding in their dtype."""
-    apart = jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32))
-    unit = float(jnp.finfo(want.dtype).eps)
-    return (apart <= unit * jnp.abs(want.astype(jnp.float32)) + 1e-6).all()
-
-
-def measure_write(case: WriteCase, implementation: str, seed: int) -> dict[str, Any]:
-    """Checks and times one implementation, over a pool larger than any cache."""
-    key = jax.random.key(seed)
-    right = writes_right(case, implementation, key)
-    steps = [draw_rows(case, jax.random.fold_in(key, 2 + i)) for i in range(CALLS)]
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def chain(pool, steps):
-        for rows in steps:
-            # No part of a write may run before its turn.
-            pool, rows = jax.lax.optimization_barrier((pool, rows))
-            after = written(pool, rows, implementation)
-            # XLA would not rotate unused queries.
-            kept = jax.lax.optimization_barrier(after)
-            pool = {name: kept[name] for name in pool}
-        return pool
-
-    state = [draw_pool(case, key)]
-
-    def run():
-        state[0] = jax.block_until_ready(chain(state[0], steps))
-
-    times = time_program(run)
-    return {"right": right, "write_us": times.pop("span_us"), **times}
-
-
-# -- the selection ---------------------------------------------------------------------------------
-
-
-def measure_select(case: SelectCase, implementation: str, seed: int) -> dict[str, Any]:
-    """Checks one implementation against NumPy's stable sort, and times it."""
-    draw = jax.jit(lambda key: jax.random.normal(key, (case.rows, case.width), case.dtype))
-    keys = jax.random.split(jax.random.key(seed), CALLS)
-    steps = [draw(key) for key in keys]
-    select = functools.partial(select_largest, count=case.count, implementation=implementation)
-    ranked = np.argsort(-np.asarray(steps[0]), axis=-1, kind="stable")
-    right = bool((np.sort(ranked[:, : case.count], -1) == jax.jit(select)(steps[0])).all())
-
-    @jax.jit
-    def chain(steps):
-        found = []
-        for scores in steps:
-            # No part of a selection may run before its turn.
-            scores, found = jax.lax.optimization_barrier((scores, found))
-            found.append(select(scores))
-        return found
-
-    def run():
-        jax.block_until_ready(chain(steps))
-
-    times = time_program(run)
-    sizes = {"rows": case.rows, "width": case.width, "count": case.count}
-    return sizes | {"right": right, "select_us": times.pop("span_us"), **times}
-
-
-# -- the fetch of values ---------------------------------------------------------------------------
-
-
-class FetchCase(NamedTuple):
-    """The rows that one call fetches from a store of 2^21 rows of 128 bfloat16 numbers."""
-
-    name: str
-    rows: int
-
-
-FETCHES = tuple(FetchCase(f"rows{rows}", rows) for rows in (1024, 4096, 32768))
-_STORE, _DIM, _FETCHES = 1 << 21, 128, 16
-
-
-def measure_fetch(case: FetchCase, implementation: str, seed: int) -> dict[str, Any]:
-    """Checks and times fetches out of pinned host memory, in a loop on the device.
-
-    The indices of each depend on the previous rows, so that fetches do not overlap.
-    """
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    # Row i holds i mod 251, which bfloat16 represents exactly.
-    column = (np.arange(_STORE) % 251).astype(jnp.bfloat16)
-    store = jax.device_put(np.repeat(column[:, None], _DIM, axis=1), place)
-    random = np.random.default_rng(seed)
-    index = random.integers(0, _STORE, (_FETCHES, case.rows)).astype(np.int32)
-
-    @jax.jit
-    def run(store, index):
-        def body(total, one):
-            one = one + (total[0] * 0).astype(jnp.int32)
-            rows = fetch_rows(store, one, implementation=implementation)
-            return total + rows.astype(jnp.float32).sum(0), None
-
-        return jax.lax.scan(body, jnp.zeros(_DIM, jnp.float32), index)[0]
-
-    right = np.allclose(run(store, index), (index % 251).sum(dtype=np.float64), rtol=1e-3)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(run(store, index))
-        times.append(time.perf_counter() - start)
-    taken = statistics.median(times) / _FETCHES
-    return {
-        "rows": case.rows,
-        "row_bytes": 2 * _DIM,
-        "right": bool(right),
-        "fetch_us": round(1e6 * taken, 1),
-        "gigabytes_per_second": round(case.rows * 2 * _DIM / taken / 1e9, 2),
-    }

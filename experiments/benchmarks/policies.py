@@ -30,18 +30,20 @@ from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder, provenance, write_json
 from dms_jax.command_line.running import run
 from dms_jax.generation import Completion
-from dms_jax.generation.runner import Runner
-from dms_jax.generation.sampling import Sampling
 from dms_jax.model.caching import entry_bytes
 from dms_jax.policies import POLICIES, Policy
-from dms_jax.policies.delayed_eviction import DelayedEviction
-from dms_jax.policies.selective import SelectiveReading
 from experiments.benchmarks import traces
-from experiments.benchmarks.decode_steps import median_seconds, read_rate, roofline
+from experiments.benchmarks.decode_steps import (
+    PAGE_SIZE,
+    filled_runner,
+    read_rate,
+    roofline,
+    time_runner,
+)
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, model_of, with_scorer
 
-CHUNK, WARMUP, REPEATS, WINDOW, PAGE_SIZE = 32, 2, 3, 256, 64
+CHUNK, WARMUP, REPEATS, WINDOW = 32, 2, 3, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,92 +160,6 @@ def pyramid(contender: Contender, num_layers: int) -> np.ndarray:
     return contender.live - policy.scorer.budget + policy.protected + high - fall
 
 
-def state_at(policy: Policy, cache: Any, lengths: np.ndarray, context: int) -> tuple[Any, Any]:
-    """A plausible (row state, page state) of the policy.
-
-    Delayed eviction computes its rows' contents at a length; if it draws or scores, the marked
-    share of the window equals the evicted share before it. In any other state slots and positions
-    are random numbers in their range, and page state is random.
-    """
-    rows, random = cache.row_state, np.random.default_rng(1)
-    inner = policy.over if isinstance(policy, SelectiveReading) else policy
-    if isinstance(inner, DelayedEviction):
-        size = inner.visible_window + 1
-        slots = jnp.asarray(np.maximum(lengths[..., None] - size + np.arange(size), 0), jnp.int32)
-        rate = getattr(inner, "rate", 0.0)
-        if isinstance(inner, dms_jax.StreamingLLM):
-            rate = 1.0
-        elif isinstance(inner, dms_jax.KVzap):
-            rate = 1 - float(lengths.mean()) / context
-        evicted = jnp.asarray(random.random(slots.shape) < rate)
-        rows = inner.rows_at(rows, slots, evicted, context)
-    else:
-        rows = jax.tree.map(functools.partial(draw, below=int(lengths.min()), floats=False), rows)
-    return rows, jax.tree.map(functools.partial(draw, below=context), cache.page_state)
-
-
-@functools.partial(jax.jit, static_argnames=("below", "floats"))
-def draw(x: jax.Array, below: int, floats: bool = True) -> jax.Array:
-    """Random numbers shaped like an array: integers from 0 to `below`, others normal."""
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return jax.random.randint(jax.random.key(2), x.shape, 0, below, x.dtype)
-    return jax.random.normal(jax.random.key(3), x.shape, x.dtype) if floats else x
-
-
-def filled_runner(
-    model: dms_jax.LanguageModel, contender: Contender, lengths: np.ndarray, context: int
-) -> tuple[Runner, dict[str, int]]:
-    """A filled cache with random contents, and its bytes so far."""
-    steps, batch = (WARMUP + REPEATS + 1) * CHUNK, lengths.shape[1]
-    num_pages = int(np.ceil((lengths + steps) / PAGE_SIZE).sum())
-    if contender.uneven:  # layers with a fixed share of the pages need spare ones
-        num_pages = int(1.5 * num_pages)
-    runner = Runner(
-        model,
-        contender.policy,
-        num_lanes=batch,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        kv_dtype=contender.kv_dtype,
-    )
-    runner.reservation.lengths = lengths.copy()
-    sequences = [runner.reservation.bytes_of(lengths[:, lane]) for lane in range(batch)]
-    held = {name: sum(each[name] for each in sequences) for name in sequences[0]}
-    runner.reservation.reserve(np.full(batch, steps))
-    cache = runner.cache
-    rows, pages = state_at(contender.policy, cache, lengths, context)
-
-    def draw(
-        x, seed
-    ):  # block by block and in place, because a pool may take more than half of the memory
-        size = min(len(x), 4096)
-
-        def block(index, x):
-            key = jax.random.fold_in(jax.random.key(seed), index)
-            new = jax.random.normal(key, (size, *x.shape[1:]), jnp.bfloat16)
-            return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index * size, 0)
-
-        return jax.lax.fori_loop(0, -(-len(x) // size), block, x)
-
-    fill = jax.jit(draw, static_argnums=1, donate_argnums=0)
-    pool = cache.pool
-    runner.cache = dataclasses.replace(
-        cache,
-        pool=dataclasses.replace(
-            pool,
-            k_pages=fill(pool.k_pages, 1),
-            v_pages=fill(pool.v_pages, 2),
-            k_scales=None if pool.k_scales is None else jnp.ones_like(pool.k_scales),
-            v_scales=None if pool.v_scales is None else jnp.ones_like(pool.v_scales),
-        ),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        seen=jnp.full(batch, context, jnp.int32),
-        row_state=rows,
-        page_state=pages,
-    )
-    return runner, held
-
-
 def time_steps(
     model: dms_jax.LanguageModel, contender: Contender, *, batch: int, context: int, rate: float
 ) -> dict[str, Any]:
@@ -253,32 +169,24 @@ def time_steps(
     """
     config, model = model.config, with_scorer(model, contender.policy)
     lengths = row_lengths(contender, (config.num_layers, batch, config.num_kv_heads), context)
-    runner, held = filled_runner(model, contender, lengths, context)
-    tokens = np.zeros(batch, np.int32)
-    seeds = np.zeros((batch, 2), np.uint32)
-    reads = []
-
-    def run() -> np.ndarray:
-        launched = runner.decode(
-            tokens,
-            np.full(batch, 10**6, np.int32),
-            seeds,
-            Sampling(temperature=0).filter,
-            num_steps=CHUNK,
-            end_tokens=(),
-        )
-        steps = runner.collect(launched)
-        tokens[:] = steps.tokens[-1]
-        reads.append(steps.reads.sum(1).mean())
-        return steps.tokens
-
+    runner = filled_runner(
+        model,
+        contender.policy,
+        lengths,
+        context,
+        steps=(WARMUP + REPEATS + 1) * CHUNK,
+        kv_dtype=contender.kv_dtype,
+        spare=1.5 if contender.uneven else 1.0,  # layers with a fixed share of the pages need more
+    )
+    sequences = [runner.reservation.bytes_of(lengths[:, lane]) for lane in range(batch)]
+    held = {name: sum(each[name] for each in sequences) for name in sequences[0]}
     try:
-        seconds = median_seconds(run, REPEATS, warmup=WARMUP) / CHUNK
+        seconds, reads, run = time_runner(runner, CHUNK, REPEATS)
         entry = entry_bytes(config, model.dtype, contender.kv_dtype)
-        figures = roofline(model, batch, float(np.mean(reads)) * entry, rate, seconds) | dict(
+        figures = roofline(model, batch, reads * entry, rate, seconds) | dict(
             tokens_per_second=batch / seconds,
             live=float(lengths.mean()),
-            reads_a_step=float(np.mean(reads)) / lengths[:, 0].size / batch,
+            reads_a_step=reads / lengths[:, 0].size / batch,
             **held,
             policy=contender.policy.to_dict(),
             kv_dtype=contender.kv_dtype,

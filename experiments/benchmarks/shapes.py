@@ -23,7 +23,6 @@ Shape = Literal[
     "gpt-oss-20b",
     "gemma-3-4b",
     "tiny",
-    "tiny-heads",
     "tiny-experts",
     "tiny-windows",
 ]
@@ -75,7 +74,6 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "tiny": _fields("llama", 512, 64, 128, 2, 4, 2, head_dim=16),
-    "tiny-heads": _fields("llama", 512, 64, 128, 2, 8, 8, head_dim=8),
     "tiny-experts": _fields(
         *("qwen3_moe", 512, 64, 128, 2, 4, 2),
         head_dim=16,
@@ -129,6 +127,11 @@ def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:
                 f"{shape} has {heads} KV heads, which {size} devices cannot share: give "
                 f"--model-parallel {', '.join(fit[:-1])} or {fit[-1]}."
             )
+
+
+def config_of(shape: Shape) -> dms_jax.ModelConfig:
+    """Returns the architecture of a shape."""
+    return dms_jax.ModelConfig.from_hf(COMMON | SHAPES[shape])
 
 
 def model_of(

@@ -11,10 +11,9 @@ import glob
 import importlib.metadata
 import itertools
 import os
-import re
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -47,8 +46,6 @@ class Timing:
 
 
 Event = tuple[float, float, str]  # start and duration in microseconds, name
-# Kernels that send between devices: NCCL's and XLA's own.
-COLLECTIVES = re.compile(r"nccl|all_reduce|all_gather|reduce_scatter", re.IGNORECASE)
 
 
 def device_events(run: Callable[[], None]) -> list[Event]:
@@ -76,32 +73,6 @@ def events_by_device(run: Callable[[], None]) -> list[list[Event]]:
         return [events for events in devices if events]
 
 
-def shares_of_collectives(devices: Sequence[Sequence[Event]]) -> dict[str, float | None]:
-    """Returns the shares of the time in which collectives run, and in which nothing else does.
-
-    The time is that from a device's first event to the end of its last; means over the devices.
-
-    # 0 to 4 a product, 3 to 6 an all-gather, 6 to 10 a product   Out: share 0.3, alone_share 0.2
-    """
-    whole, sending, alone = 0.0, 0.0, 0.0
-    for events in devices:
-        edges = sorted(
-            (at, change, COLLECTIVES.search(name) is not None)
-            for start, duration, name in events
-            for at, change in ((start, 1), (start + duration, -1))
-        )
-        running, before = {True: 0, False: 0}, edges[0][0]
-        for at, change, sends in edges:
-            sending += (at - before) * bool(running[True])
-            alone += (at - before) * (running[True] > 0 and not running[False])
-            running[sends] += change
-            before = at
-        whole += edges[-1][0] - edges[0][0]
-    if not whole:
-        return {"share": None, "alone_share": None}
-    return {"share": round(sending / whole, 4), "alone_share": round(alone / whole, 4)}
-
-
 def require_gpu() -> None:
     """Refuses to run without a GPU.
 
@@ -113,27 +84,6 @@ def require_gpu() -> None:
             "The times are read off a GPU's own record of what it ran, and jax sees no GPU here "
             f"(it runs on {jax.default_backend()})."
         )
-
-
-def time_program(run: Callable[[], None]) -> dict[str, float]:
-    """Times a program of CALLS calls, from its first kernel to the end of its last.
-
-    Args:
-      run: runs it and waits for its end.
-
-    Returns:
-      span_us, kernels_us (the sum of the kernels) and launches of a call, medians of CHAINS runs.
-    """
-    for _ in range(2):
-        run()
-    runs = [device_events(run) for _ in range(CHAINS)]
-    spans = [events[-1][0] + events[-1][1] - events[0][0] for events in runs]
-    busy = [sum(duration for _, duration, _ in events) for events in runs]
-    return {
-        "span_us": round(statistics.median(spans) / CALLS, 2),
-        "kernels_us": round(statistics.median(busy) / CALLS, 2),
-        "launches": statistics.median(map(len, runs)) / CALLS,
-    }
 
 
 def time_chain(chain: Callable[[], jax.Array]) -> Timing:

@@ -1,7 +1,6 @@
 """Reads jax's GPU profiles: kernels by program and family, and the waits between them.
 
-A kernel's wait is the idle time before it. In a CUDA graph kernel launches cost the host nothing;
-the driver calls count the graphs.
+A kernel's wait is the idle time before it.
 """
 
 import collections
@@ -17,12 +16,8 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.timing import shares_of_collectives
-
 # Names in the profiler's trace.
 _PROCESS, _MODULE = "process_name", "hlo_module"
-# Calls of CUDA's driver that start work or wait for it.
-_CALLS = re.compile(r"cu(da)?(Graph(Launch|Exec|Instantiate)|Launch|Mem(cpy|set)|\w*Synchronize)")
 # Number of listed families and kernels.
 _LISTED, _IN_ORDER = 30, 60
 
@@ -33,11 +28,9 @@ class Trace:
 
     Attributes:
       kernels: kernels and copies on the first GPU, in order; "ts" and "dur" are microseconds.
-      calls: calls of CUDA's driver from the host, by name.
     """
 
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def of(self, program: str) -> list[dict[str, Any]]:
         """Returns the kernels of a jitted function, in order."""
@@ -61,12 +54,11 @@ def traced() -> Iterator[Trace]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             yield trace
-        found = read(pathlib.Path(folder))
-    trace.kernels, trace.calls = found.kernels, found.calls
+        trace.kernels = read(pathlib.Path(folder))
 
 
-def read(folder: pathlib.Path) -> Trace:
-    """Reads a profiler's folder."""
+def read(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the kernels in a profiler's folder."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
@@ -75,11 +67,7 @@ def read(folder: pathlib.Path) -> Trace:
     timed = [each for each in events if each.get("ph") == "X"]
     first = next((pid for pid in devices if any(each["pid"] == pid for each in timed)), None)
     kernels = [each for each in timed if each["pid"] == first]
-    calls = [each["name"] for each in timed if each["pid"] not in devices]
-    return Trace(
-        kernels=sorted(kernels, key=lambda each: each["ts"]),
-        calls=collections.Counter(name for name in calls if _CALLS.match(name)),
-    )
+    return sorted(kernels, key=lambda each: each["ts"])
 
 
 def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
@@ -99,7 +87,6 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
         families[family(each["name"])].append((each["dur"], wait))
         in_order.append((each["name"][:80], round(each["dur"], 2), round(wait, 2)))
     span = end - kernels[0]["ts"] if kernels else 0.0
-    events = [(each["ts"], each["dur"], each["name"]) for each in kernels]
     longest = sorted(families.items(), key=lambda each: -sum(map(sum, each[1])))[:_LISTED]
     middle = len(in_order) // 2
     return dict(
@@ -107,7 +94,6 @@ def summarise(kernels: list[dict[str, Any]], runs: float = 1) -> dict[str, Any]:
         span_ms=1e-3 * span / runs,
         busy_ms=1e-3 * busy / runs,
         busy_share=busy / span if span else None,
-        collectives=shares_of_collectives([events] if events else []),
         families=[
             dict(
                 name=name,

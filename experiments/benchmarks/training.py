@@ -8,7 +8,7 @@ padding counts), the memory that the compiler plans for the step beside the devi
 process so far (the step's own peak only if no earlier case took more), and the kernels of one step
 by family. Figures are written before the profiled step.
 
-    python -m experiments.benchmarks.training --cases 1b 1b-fsdp2 1b-tp2 --out runs/training.json
+    python -m experiments.benchmarks.training --cases 1b 1b+data2 1b+model2 --out runs/training.json
     python -m experiments.benchmarks.training --cases 1b 1b+data4 1b+data8 1b+data2+model4 8b \
         8b+data4 8b+data8 8b-all+data8 1b-32k 1b-32k+sequence4 1b-32k+sequence8 --seconds 1200
 
@@ -39,13 +39,8 @@ from dms_jax.policies import DMS
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.trainer import Trainer
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import COMMON, SHAPES, Shape
-from experiments.benchmarks.timing import (
-    COLLECTIVES,
-    about,
-    events_by_device,
-    shares_of_collectives,
-)
+from experiments.benchmarks.shapes import Shape, config_of
+from experiments.benchmarks.timing import about, events_by_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +67,15 @@ BASE, SMALL = Case(), Case("qwen2.5-0.5b", 2048, 8, packed=True)
 LARGE = Case("llama-3.1-8b", 8192, 1, trainable="adapter")
 CASES: dict[str, Case] = {
     "1b": BASE,
-    "1b-fsdp2": dataclasses.replace(BASE, data=2),
-    "1b-fsdp4": dataclasses.replace(BASE, data=4),
-    "1b-tp2": dataclasses.replace(BASE, model=2),
     "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
-    "1b-32k-seq2": dataclasses.replace(BASE, length=32768, sequences=1, sequence=2),
     "1b-64k": dataclasses.replace(BASE, length=65536, sequences=1),
-    "1b-64k-seq2": dataclasses.replace(BASE, length=65536, sequences=1, sequence=2),
     "0.5b": SMALL,
     "8b": LARGE,
-    "8b-fsdp2": dataclasses.replace(LARGE, data=2),
-    "8b-fsdp4": dataclasses.replace(LARGE, data=4),
     "8b-all": dataclasses.replace(LARGE, trainable="all"),
     "8b-32k": dataclasses.replace(LARGE, length=32768),
     "8b-all-fsdp2": dataclasses.replace(LARGE, length=4096, trainable="all", data=2),
     "8b-all-tp2": dataclasses.replace(LARGE, length=4096, sequences=2, trainable="all", model=2),
     "tiny": Case("tiny", 64, 2),
-    "tiny-heads": Case("tiny-heads", 64, 2),
-    "tiny-seq2": Case("tiny", 64, 2, sequence=2, packed=True),
     "tiny-fsdp2": Case("tiny", 64, 2, data=2, packed=True),
 }
 
@@ -105,7 +91,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # Kernel families by name patterns; the first match counts.
 FAMILIES = (
-    ("collectives", COLLECTIVES.pattern),
+    ("collectives", r"nccl|all_reduce|all_gather|reduce_scatter"),
     ("attention", r"retrofit"),
     ("products", r"gemm|nvjet|cutlass|cublas|xmma|sm90|wgmma|dot"),
     ("copies", r"memcpy|memset|copy|transpose"),
@@ -190,7 +176,7 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
     mesh = None
     if case.devices > 1:
         mesh = dms_jax.make_mesh(case.data, case.model, sequence=case.sequence)
-    shape = dms_jax.ModelConfig.from_hf(COMMON | SHAPES[case.shape])
+    shape = config_of(case.shape)
     recipe, policy = recipe_of(case), DMS(window=256, source="adapter")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     began = time.perf_counter()
@@ -237,7 +223,7 @@ def time_case(case: Case, config: Config, row: dict[str, Any], write: Callable[[
 def kernels_of(run_step: Any) -> dict[str, Any]:
     """Returns the milliseconds and launches of a step, by family and for the longest kernels.
 
-    They are means over the devices; beside them the shares of collectives.
+    They are means over the devices.
     """
     devices = events_by_device(run_step)
     total: dict[str, float] = collections.defaultdict(float)
@@ -254,7 +240,6 @@ def kernels_of(run_step: Any) -> dict[str, Any]:
             name: {"ms": round(total[name] / 1e3, 2), "launches": count[name] / len(devices)}
             for name in total
         },
-        "collectives": shares_of_collectives(devices),
         "longest_ms": {name: round(us / 1e3, 2) for name, us in longest},
     }
 

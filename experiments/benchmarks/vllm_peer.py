@@ -7,11 +7,9 @@ and have the requested length. Parts:
 
 - **plain**: 1 to 1,024 chats of 105 prompt and 300 new tokens, and first tokens of long prompts,
   with a plain cache that has room for all.
-- **small**: the long prompts and up to 256 chats under SnapKV and DMS.
 - **binding**: a cache too small for its requests, plain, float8 and DMS, with an untrained adapter
   that draws decisions to reach --ratio.
 - **mixed**: requests of 512 to 4,096 tokens in too small a cache, under training-free policies.
-- **http**: both servers under the clients of `benchmarks.serving`; needs --model.
 
 vLLM's wheel and its dependencies may be unpacked in a separate folder (--vllm). Without --model
 both read random weights of --shape from a directory.
@@ -26,19 +24,14 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
-import json
 import math
 import multiprocessing
 import os
 import pathlib
-import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -46,14 +39,15 @@ from typing import Any, Literal
 import numpy as np
 
 import dms_jax
+from dms_jax.analysis import latency
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
-from dms_jax.json_text import json_text
+from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy, Vanilla
-from experiments.benchmarks import serving, shapes
+from experiments.benchmarks import shapes
 from experiments.benchmarks.settings import check_numbers
 
-Part = Literal["plain", "small", "binding", "mixed", "http"]
+Part = Literal["plain", "binding", "mixed"]
 Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
 # Upper bound of vLLM's activations and graphs beside weights and cache, bytes.
 BESIDE = 8 << 30
@@ -69,7 +63,7 @@ class Config:
     """Directory of a model of --shape; by default one with random weights is made."""
     shape: shapes.Shape = "qwen2.5-1.5b"
     """Model shape to time."""
-    parts: tuple[Part, ...] = ("plain", "small", "binding", "mixed")
+    parts: tuple[Part, ...] = ("plain", "binding", "mixed")
     """Parts to time."""
     backends: tuple[Backend, ...] = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     """vLLM's attention backends; the parts after "plain" run the best one of "plain"."""
@@ -85,8 +79,6 @@ class Config:
     """Compression ratio of DMS there."""
     mixed: tuple[int, float] = (96, 12e9)
     """Requests and bytes of cache of the mixed part."""
-    clients: int = 256
-    """HTTP clients."""
     runs: int = 5
     """Timed calls after the first, two if that takes longer than 4 s; the median counts."""
     vllm: pathlib.Path | None = None
@@ -98,10 +90,8 @@ class Config:
 
     def __post_init__(self):
         check_numbers(self)
-        if "http" in self.parts and self.model is None:
-            raise dms_jax.ConfigError("--parts http: a server needs a tokenizer, so give --model.")
-        shortest = min(self.prompts[0][1], sum(self.binding[1:]))
-        if {"small", "binding"} & set(self.parts) and shortest <= self.ratio * (WINDOW + 1):
+        shortest = sum(self.binding[1:])
+        if "binding" in self.parts and shortest <= self.ratio * (WINDOW + 1):
             raise dms_jax.ConfigError(
                 f"--ratio {self.ratio:g}: DMS keeps its window of {WINDOW} tokens, more than that "
                 f"share of {shortest}; give longer prompts and answers."
@@ -390,32 +380,16 @@ def model_directory(config: Config) -> Iterator[pathlib.Path]:
         yield place
 
 
-def weight_bytes(config: Config) -> float:
-    """Returns the bytes of the weights in bfloat16."""
-    fields = shapes.SHAPES[config.shape]
-    width, inner = fields["hidden_size"], fields["intermediate_size"]
-    heads, head_dim = fields["num_attention_heads"], head_dim_of(fields)
-    attention = 2 * width * head_dim * (heads + fields["num_key_value_heads"])
-    tables = 1 if fields.get("tie_word_embeddings") else 2
-    layers = fields["num_hidden_layers"] * (attention + 3 * width * inner)
-    return 2.0 * (layers + tables * fields["vocab_size"] * width)
+def weight_bytes(config: Config) -> int:
+    """Returns the bytes of the weights in bfloat16; starts no backend."""
+    import jax
 
-
-def head_dim_of(fields: dict[str, Any]) -> int:
-    """Returns the head dim of a shape."""
-    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return tree_bytes(jax.eval_shape(lambda: shapes.model_of(config.shape, "bfloat16").transformer))
 
 
 def vocabulary(config: Config) -> int:
     """Returns the number of tokens that prompts are drawn from, without special ones."""
-    return max(shapes.SHAPES[config.shape]["vocab_size"] - 300, 16)
-
-
-def token_bytes(config: Config) -> int:
-    """Returns the bytes of a token in a plain cache of bfloat16."""
-    fields = shapes.SHAPES[config.shape]
-    heads = fields["num_hidden_layers"] * fields["num_key_value_heads"]
-    return 2 * 2 * heads * head_dim_of(fields)
+    return max(shapes.config_of(config.shape).vocab_size - 300, 16)
 
 
 class Report:
@@ -492,7 +466,9 @@ def room(config: Config) -> dict[str, Any]:
     tokens = [count * (CHAT + ANSWER + PAGE) for count in config.chats]
     tokens += [count * (length + PAGE) for count, length in config.prompts]
     longest = max(CHAT + ANSWER, *(length + 1 for _, length in config.prompts))
-    return dict(cache=max(tokens) * token_bytes(config), longest=longest + PAGE)
+    model = shapes.config_of(config.shape)
+    cache = latency.cache_bytes(model, batch=1, live_tokens=max(tokens))
+    return dict(cache=int(cache), longest=longest + PAGE)
 
 
 def plain(config: Config, report: Report) -> None:
@@ -502,16 +478,6 @@ def plain(config: Config, report: Report) -> None:
     for backend in config.backends:
         systems.append(System("vllm", min(lanes, 256), backend=backend, **common))
     time_all(config, report, "plain", systems, chat_loads(config.chats) | prompt_loads(config))
-
-
-def small(config: Config, report: Report) -> None:
-    """The same under policies that keep less, in one process after another."""
-    lanes = min(256, max(config.chats))
-    loads = chat_loads([lanes]) | prompt_loads(config)
-    policies = Vanilla(), dms_jax.SnapKV(budget=1024), drawn_dms(config.ratio, config.prompts[0][1])
-    for policy in policies:
-        system = System("dms_jax", lanes, policy=policy, **room(config))
-        time_all(config, report, "small", [system], loads)
 
 
 def drawn_dms(ratio: float, tokens: int) -> dms_jax.DMS:
@@ -564,115 +530,11 @@ def mixed(config: Config, report: Report) -> None:
         time_all(config, report, "mixed", [System("dms_jax", policy=policy, **common)], loads)
 
 
-@contextlib.contextmanager
-def vllm_server(config: Config, backend: Backend, lanes: int, longest: int) -> Iterator[str]:
-    """A context with the address of vLLM's server.
-
-    Raises:
-      ConfigError: it did not start.
-    """
-    port = 8311
-    options = (
-        f"--model {config.model} --served-model-name model --host 127.0.0.1 --port {port} "
-        f"--dtype bfloat16 --max-model-len {longest} --max-num-seqs {lanes} "
-        f"--gpu-memory-utilization 0.8 --attention-backend {backend}"
-    )
-    path = [str(config.vllm)] if config.vllm is not None else []
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    call = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *shlex.split(options)]
-    with (
-        open(config.out.with_suffix(".server.log"), "w") as log,
-        subprocess.Popen(
-            call, env=environment, stdout=log, stderr=log, start_new_session=True
-        ) as server,
-    ):
-        try:
-            address, until = (
-                f"http://127.0.0.1:{port}",
-                time.monotonic() + 60 * config.start_minutes,
-            )
-            while True:
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                    break
-                if server.poll() is not None or time.monotonic() > until:
-                    raise dms_jax.ConfigError("vLLM's server did not start; its log says why.")
-                time.sleep(0.5)
-            yield address
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def copy_endless(model: pathlib.Path, folder: pathlib.Path) -> None:
-    """Links a model directory's files into another folder, with a rare end token.
-
-    The tokenizer must have an end token: the last of its special ones, which is rare.
-    """
-    for path in model.iterdir():
-        if path.name not in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            (folder / path.name).symlink_to(path.resolve())
-            continue
-        fields = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": None}
-        if added := fields.get("added_tokens_decoder"):
-            fields["eos_token"] = added[max(added, key=int)]["content"]
-        (folder / path.name).write_text(json_text(fields), encoding="utf-8")
-
-
-def http(config: Config, report: Report) -> None:
-    """Both servers under the same clients: short chats, and prompts of 8K."""
-    assert config.model is not None
-    with tempfile.TemporaryDirectory() as folder:
-        copy_endless(config.model, pathlib.Path(folder))
-        time_servers(dataclasses.replace(config, model=pathlib.Path(folder)), report)
-
-
-def time_servers(config: Config, report: Report) -> None:
-    """Times both servers on a model directory in which no token ends an answer."""
-    longest, clients = 8192 + 256, config.clients
-    loads: dict[str, dict[str, Any]] = {
-        "chats": dict(prompts=(105, 105), answers=(300, 300), requests=4 * clients),
-        "prompts of 8K": dict(prompts=(8192, 8192), answers=(128, 128), requests=clients),
-    }
-    backend = (report.best() or config.backends)[0]
-    ours = f"--model {config.model} --dtype bfloat16 --lanes {clients} --max-tokens {longest}"
-    servers = {
-        "dms_jax": serving.started(ours),
-        f"vLLM, {backend}": vllm_server(config, backend, clients, longest),
-    }
-    for system, server in servers.items():
-        begun = time.perf_counter()
-        with server as address, serving.Crowd(4) as crowd:
-            report.add("http", "start", system, seconds=time.perf_counter() - begun)
-            for name, settings in loads.items():
-                asked = serving.Config(
-                    clients=(clients,), vocabulary=vocabulary(config), temperature=0.0, **settings
-                )
-                # vLLM reads the model's own end tokens.
-                more = {} if system == "dms_jax" else {"ignore_eos": True}
-                for run in range(3):
-                    bodies = serving.make_requests(asked, serving.model_name(address), run)
-                    bodies = [body | more for body in bodies]
-                    if run:
-                        report.add("http", name, system, **crowd.load(address, bodies, clients))
-                    else:
-                        crowd.load(address, bodies[:clients], clients)  # compiles
-
-
 def main(config: Config) -> None:
     """Times the parts and writes the figures after each."""
     make_place("--out", config.out)
     report = Report(config)
-    parts = dict(plain=plain, small=small, binding=binding, mixed=mixed, http=http)
+    parts = dict(plain=plain, binding=binding, mixed=mixed)
     with model_directory(config) as folder:
         for part in config.parts:
             parts[part](dataclasses.replace(config, model=folder), report)

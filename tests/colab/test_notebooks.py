@@ -91,23 +91,6 @@ def has_drawing(picture: str) -> bool:
     return bool((np.ptp(pixels, axis=-1) > 0.3).mean() > 0.0001)
 
 
-@pytest.mark.release
-def test_control_empty_frame_is_no_drawing():
-    from matplotlib.figure import Figure
-
-    def drawn(*points):
-        file = io.BytesIO()
-        figure = Figure()
-        axes = figure.subplots()
-        axes.plot(*points)
-        axes.set(xlabel="step", ylabel="loss", title="A run of one step")
-        figure.savefig(file)
-        return base64.b64encode(file.getvalue()).decode()
-
-    assert not has_drawing(drawn([1], [2.0]))  # a line of one point
-    assert has_drawing(drawn([1, 2], [2.0, 1.0]))
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_outputs_are_whole(path):
     notebook = nbformat.read(path, as_version=4)

@@ -179,8 +179,6 @@ def _perplexity(nats):
     return dms_jax.evaluation.Perplexity(
         settings={"path": "a.txt", "policy": dms_jax.Vanilla().to_dict(), "window": 8},
         tokens=8 * len(nats),
-        words=4,
-        size=64,
         window_nats=np.asarray(nats),
         nats=8 * sum(nats),
         reads=4.5,

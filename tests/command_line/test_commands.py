@@ -357,11 +357,8 @@ def test_options_are_checked_before_loading_the_model(typed, capsys, tmp_path, m
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("retrofit stories260k --policy TOVA", "no 'TOVA'; there are DMS, DMC, FixedPooling."),
-        ("retrofit stories260k --policy TOVA", "Policies such as TOVA need no training."),
-        ("plan --policy None", "no 'None'; there are DMS, DMC, FixedPooling."),
-        ("generate Hi --kv-dtype int8", "no 'int8'; there are float8_e4m3."),
-        ("hyperscale --split all", "no 'all'; there are "),
+        ("retrofit stories260k --policy TOVA", "invalid choice 'TOVA' for argument '--policy'"),
+        ("generate Hi --kv-dtype int8", "invalid choice 'int8' for argument '--kv-dtype'"),
     ],
 )
 def test_wrong_choice_lists_the_valid_ones(typed, told, monkeypatch, capsys):
@@ -369,16 +366,12 @@ def test_wrong_choice_lists_the_valid_ones(typed, told, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main(typed.split())
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{told}. Expected one of (" in said
+    assert "'DMS'" in said or "'float8_e4m3'" in said
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on Windows")
-def test_report_replaces_only_regular_files(tmp_path):
-    """Otherwise root's --out /dev/null would replace the device by a file."""
-    pipe = tmp_path / "null"
-    os.mkfifo(pipe)
-    with pytest.raises(dms_jax.ConfigError, match="null: this is not a regular file; name one"):
-        reports.make_place("--out", pipe)
+def test_report_is_no_folder(tmp_path):
     with pytest.raises(dms_jax.ConfigError, match="a folder has this name"):
         reports.make_place("--out", tmp_path)
     reports.make_place("--out", tmp_path / "new" / "figures.json")

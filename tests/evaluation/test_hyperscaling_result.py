@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from dms_jax.errors import ConfigError
-from dms_jax.evaluation import Hyperscaling, Point
+from dms_jax.evaluation import METHODS, Hyperscaling, Point
 
 
 def made_up(name, *rows, greedy=True) -> list[Point]:
@@ -25,10 +25,7 @@ def made_up(name, *rows, greedy=True) -> list[Point]:
             chains=chains,
             temperature=0 if greedy and first_chain(rows, index) else 0.7,
             policy={},
-            scores={
-                method: np.array([scores], float)
-                for method in ("single", "vote", "likeliest_mean", "likeliest_sum", "pass")
-            },
+            scores={method: np.array([scores], float) for method in METHODS},
             reads=np.full((1, 3), float(reads)),
             peak=np.full((1, 3), float(peak)),
             new_tokens=5.0,
@@ -81,7 +78,7 @@ def test_points_without_reads():
 def test_tables_of_points_and_gains():
     result = by_hand()
     lines = result.table().splitlines()
-    assert lines[0].startswith("| system | L-W-CR@T | single | vote | likeliest_mean |")
+    assert lines[0].startswith("| system | L-W-CR@T | single | vote | pass |")
     assert "| 100 * | 10 * | 5 | 50% |" in lines[2]
     assert "| 200 | 30 |" in lines[3]
     assert len({line.count("|") for line in lines}) == 1

@@ -1,8 +1,10 @@
 """Means, errors, votes and frontiers on cases worked out by hand."""
 
+import itertools
 import json
 import math
 
+import chex
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from dms_jax.evaluation import (
     majority,
     mean_over_problems,
     mean_over_seeds,
+    pass_at,
     percent,
     standard_error,
 )
@@ -116,3 +119,24 @@ def test_average_gain_integrates_linear_frontiers():
     assert average_gain([(0, 0.0), (1, 1.0), (2, 0.3)], [(0, 0.0), (2, 0.0)]) == pytest.approx(0.75)
     assert average_gain([(1, 0.1), (2, 0.2)], [(3, 0.1), (4, 0.2)]) is None
     assert average_gain([], [(1, 0.5)]) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_pass_at_is_the_mean_over_all_subsets(count):
+    rng = np.random.default_rng(0)
+    scores = np.stack([rng.integers(0, 2, 6), rng.random(6), np.ones(6), np.zeros(6)]).astype(float)
+    want = [
+        np.mean([max(subset) for subset in itertools.combinations(own, count)]) for own in scores
+    ]
+    chex.assert_trees_all_close(pass_at(scores, count), np.array(want), rtol=1e-12)
+
+
+def test_pass_at_equals_the_usual_estimator():
+    """1 - C(n - c, k) / C(n, k), also with coefficients far beyond float64."""
+    right, drawn, count = 3, 2000, 700
+    scores = np.zeros((1, drawn))
+    scores[0, [5, 77, 1999]] = 1
+    want = 1 - math.comb(drawn - right, count) / math.comb(drawn, count)
+    assert pass_at(scores, count)[0] == pytest.approx(want, rel=1e-12)
+    with pytest.raises(DataError, match="pass@4 cannot be estimated from 3 chains"):
+        pass_at(np.zeros((1, 3)), 4)

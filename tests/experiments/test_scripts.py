@@ -40,16 +40,6 @@ RUNS: dict[str, dict] = {
         model_parallel=(1, 2),
         data_parallel=(2,),
     ),
-    "benchmarks.engine": dict(
-        shape="tiny",
-        lanes=2,
-        requests=3,
-        prompts=(5, 9),
-        new_tokens=4,
-        chunk=4,
-        runs=1,
-        dtype="float32",
-    ),
     "benchmarks.policies": dict(
         shape="tiny", context=640, batch=1, ratios=(2,), only=("SnapKV", "KVzap", "KCache")
     ),

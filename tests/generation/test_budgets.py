@@ -106,20 +106,6 @@ def test_kcache_fetches_fixed_number():
     assert dms_jax.KCache().for_length(64) == dms_jax.KCache()
 
 
-@pytest.mark.nightly
-def test_scores_use_budget_of_whole_sequence():
-    """The same in a batch and alone; for one of them it equals a budget in tokens."""
-    one, other = list(range(3, 19)), list(range(3, 15))
-    share = dms_jax.H2O(compression_ratio=2)
-    together = dms_jax.score(stories(), [one, other], policy=share, chunk=8)
-    fixed, _ = dms_jax.score(stories(), [one] * 2, policy=dms_jax.H2O(budget=8), chunk=8)
-    alone, _ = dms_jax.score(stories(), [other] * 2, policy=share, chunk=8)
-    for got, want in zip(together, (fixed, alone), strict=True):
-        chex.assert_trees_all_close(got.logprobs, want.logprobs, rtol=1e-7, atol=1e-4)
-        assert got.usage.kv_reads == want.usage.kv_reads
-    assert [got.usage.live_tokens for got in together] == [9, 7]
-
-
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("name", "left"), [("cuts", 8), ("bounded", 20)])
 def test_usage_counts_tokens_after_a_cut(name, left):

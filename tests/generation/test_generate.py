@@ -1,9 +1,7 @@
 """The real engine under each mechanism: answers are the argmax of the logits."""
 
-import collections
 import dataclasses
 import functools
-import random
 
 import chex
 import numpy as np
@@ -15,7 +13,6 @@ from dms_jax.generation import Completion, Engine
 from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults
-from tests.generation.schedules import serve_at_random
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
@@ -35,7 +32,6 @@ from tests.generation.support import (
     text_behind,
 )
 from tests.generation.test_overlap import in_order, spelled
-from tests.generation.test_prefixes import check_consistent, squeezed_with_prefixes, tree_of_prompts
 
 # These depend on chunks, pages and preemption.
 COSTS = ("cache_bytes", "peak_cache_bytes", "host_bytes", "peak_held_tokens", "prefilled_tokens")
@@ -103,37 +99,6 @@ def test_preemption_changes_no_answer(name, monkeypatch):
     again = sum(one.usage.prefilled_tokens for one in found)
     assert again > sum(LENGTHS) + SHAPE["chunk"]
     assert engine.runner.reservation.allocator.pages_in_use == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["vanilla", "dms", "tova"])
-def test_random_prompt_trees_in_small_pool(name):
-    """Cached prefixes, cancellations and preemptions change no answer: eight trees."""
-    shape, told = SHAPE | dict(num_lanes=4, page_size=8, max_tokens=64), collections.Counter()
-    model = model_for(name, ends=False)
-    alone, engine = Engine(model, **shape), Engine(model, prefix_cache=1e6, **shape)
-    for seed in range(8):
-        choose = random.Random(seed)
-        given = tree_of_prompts(choose)
-        wanted = [alone.generate([prompt], sampling=GREEDY)[0] for prompt in given]
-        order = choose.choices(range(len(given)), k=2 * len(given))
-        requests = requests_of([given[which] for which in order], GREEDY)
-        with squeezed_with_prefixes(engine, 160):
-            told["preempted"] += len(serve_at_random(engine, requests, choose).preempted)
-            check_consistent(engine.runner.prefixes)
-        for request, which in zip(requests, order, strict=True):
-            want, count = wanted[which], len(request.generated)
-            told[request.finish_reason] += 1
-            told["cached"] += request.usage.cached_tokens
-            assert request.generated == want.tokens[:count]
-            assert request.finish_reason == "cancelled" or request.text == want.text
-            logprobs = np.array(request.logprobs), np.array(want.logprobs[:count])
-            chex.assert_trees_all_close(*logprobs, rtol=0, atol=1e-4)
-            if request.finish_reason != "cancelled":
-                assert request.usage.kv_reads == pytest.approx(want.usage.kv_reads)
-    assert min(told["cached"], told["length"]) > 50, told
-    assert told["cancelled"], told
-    assert told["preempted"], told
 
 
 def test_host_values_are_written_between_chunks(monkeypatch):

@@ -1,8 +1,5 @@
 """Programs: compiler options, the loop over layers, and results in one transfer."""
 
-import dataclasses
-import functools
-import inspect
 import re
 
 import chex
@@ -10,13 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import dms_jax
 from dms_jax.generation import Engine, programs
 from dms_jax.generation.precompile import _Calls
 from dms_jax.generation.prefill import Shape
 from dms_jax.generation.programs import Packed
-from dms_jax.model.language_model import GenerationDefaults
-from tests.generation.support import GREEDY, POLICIES, SHAPE, model_for, prompts, stories
+from tests.generation.support import SHAPE, model_for
 
 
 def test_xla_accepts_step_options():
@@ -38,29 +33,6 @@ def test_options_follow_backend(backend, monkeypatch):
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         program(1)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dms", "dmc", "kcache"])
-def test_steps_do_not_depend_on_layers_per_iteration(name, monkeypatch):
-    """On a GPU a turn has several layers; empty windows of DMC are cut, too."""
-    policies = {
-        "dmc": dms_jax.DMC(window=1, offset=0.0),
-        "kcache": dms_jax.KCache(top=4, first_layers=2, values="device"),
-    }
-    policy = policies.get(name, POLICIES.get(name))
-    model = dataclasses.replace(stories(), policy=policy, generation=GenerationDefaults())
-    drawn = []
-    for block in (1, 5):
-        step = functools.partial(inspect.unwrap(programs.decode), block=block)
-        program = programs.Program(step, donate_argnums=1, static_argnums=(9, 10))
-        monkeypatch.setattr(programs, "decode", program)
-        engine = Engine(model, policy, max_tokens=64, **SHAPE)
-        drawn.append(engine.generate(prompts(), sampling=GREEDY))
-        monkeypatch.undo()
-    for one, other in zip(*drawn, strict=True):
-        assert one.tokens == other.tokens
-        chex.assert_trees_all_close(one.logprobs, other.logprobs, atol=1e-4)
 
 
 TREE = {

@@ -1,17 +1,15 @@
-"""Compiles chunks of steps and prompts ahead of time; prints the compiler's reports as JSON.
+"""Compiles steps and prompts ahead of time; prints the compiler's reports as JSON.
 
-`test_compiled_steps.py` runs it in a separate process: compiling for TPU takes libtpu, which only
-one process loads at a time. Nothing is executed and no array is made, so models and pools can have
-real sizes, and no device is needed. With `h200` as its argument it compiles for a GPU
-(`make gpu-compiler`); the next arguments are the policies whose steps, prompts and single steps are
-compiled. For TPU the arguments are the policies whose prompts,
-and those whose single steps are compiled.
+`test_compiled_steps.py` runs it in a separate process, for a TPU or, with the argument `h200`, for
+a GPU (`make gpu-compiler`): compiling for TPU takes libtpu, which only one process loads at a time.
+Nothing is executed and no array is made, so models and pools can have real sizes, and no device is
+needed.
 """
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -29,36 +27,37 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.transformer import Transformer
-from dms_jax.policies import POLICIES
-from dms_jax.policies.periodic_eviction import Scorer
 from tests.support import gpu_compiler
 from tests.support.ahead import compile_ahead
 
-SMALL_OPTIONS = {
-    dms_jax.DMS: dict(window=64),
-    dms_jax.DMC: dict(),
-    dms_jax.TOVA: dict(budget=128),
-    dms_jax.H2O: dict(budget=128),
-    dms_jax.KVzap: dict(window=64),
-    dms_jax.KVpop: dict(budget=128, window=64),
-    dms_jax.Quest: dict(budget=128, dense_layers=2),
-    dms_jax.StreamingLLM: dict(budget=128),
-    dms_jax.RandomEviction: dict(window=64),
-    dms_jax.AdaKV: dict(scorer=dms_jax.SnapKV(budget=128, interval=64)),
-    dms_jax.PyramidKV: dict(scorer=dms_jax.SnapKV(budget=128, interval=64)),
+SNAPKV = dms_jax.SnapKV(budget=128, interval=64)
+# Steps: one kind of layers, and two with one of two selections; a number by slot, and cuts.
+STEPS = {
+    "DMS": dms_jax.DMS(window=64),
+    "Quest": dms_jax.Quest(budget=128, dense_layers=2),
+    "KCache": dms_jax.KCache(),
+    "H2O": dms_jax.H2O(budget=128),
+    "SnapKV": SNAPKV,
 }
-SMALL_OPTIONS |= {
-    kind: dict(budget=128, interval=64) for kind in POLICIES.values() if issubclass(kind, Scorer)
+# Steps of lanes with a grammar, in two programs: on the device, and with values on the host.
+SINGLE = {name: STEPS[name] for name in ("DMS", "KCache")}
+# Prompts that are appended and then cut, and prompts with eviction during prefill, in one pass and
+# token by token; and one that is only appended.
+PROMPTS = {
+    "AdaKV": dms_jax.AdaKV(scorer=SNAPKV),
+    "DMS": STEPS["DMS"],
+    "TOVA": dms_jax.TOVA(budget=128),
+    "KCache": STEPS["KCache"],
 }
 # On GPUs a turn of the layer loop has up to eight layers; there are several turns, of each kind of
 # layers if a policy has two.
 LAYERS = {"tpu": 4, "gpu": 18}
 BATCH, PAGE_SIZE, PAGES_PER_ROW, KV_HEADS, HEAD_DIM = 4, 64, 8, 2, 128
-POOL_FACTOR = 256  # ratio of the pool's pages to those of its rows
-COPIED_AT_A_TIME = 64  # pages
+# Ratio of the pool's pages to those of its rows: so large that other memory of a program is
+# negligible, and that XLA does not move the pool into a TPU's VMEM.
+POOL_FACTOR = 256
 PROMPT = 128  # tokens of a chunk of a prompt
 TOPOLOGY = "v5p:2x2x1"
-COPIES: dict = {}  # reports of compiled programs, by cache
 
 
 def config_of(num_layers: int) -> ModelConfig:
@@ -131,37 +130,24 @@ def config_on(place: NamedSharding) -> ModelConfig:
     return config_of(LAYERS[place.mesh.devices.flat[0].platform])
 
 
-def memory_of(policy, pool_factor: int, place: NamedSharding) -> dict:
+def memory_of(policy, place: NamedSharding) -> dict:
     """Returns the pool's copies, aliasing and memory in a compiled chunk."""
-    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, config_on(place), pool_factor=POOL_FACTOR, place=place)
     return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
-def memory_of_single(policy, pool_factor: int, place: NamedSharding) -> dict:
+def memory_of_single(policy, place: NamedSharding) -> dict:
     """Returns the same for one step, as used for lanes with a grammar."""
-    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, config_on(place), pool_factor=POOL_FACTOR, place=place)
     undo = programs.Undo.of(shapes[1]) if policy.can_undo else None
     control = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shapes[5])
     given = *shapes[:4], undo, shapes[4], control, shapes[6]
     return report_of(programs.step.lower(*given, policy, shapes[8], ()), shapes, place)
 
 
-def memory_of_copies(policy, pool_factor: int, place: NamedSharding) -> dict:
-    """Returns the same for the program that copies sequences to other lanes.
-
-    It depends on the cache alone, so policies whose caches have the same leaves share a program.
-    """
-    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
-    leaves, structure = jax.tree.flatten(shapes[1])
-    known = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-    if known not in COPIES:
-        COPIES[known] = compile_copies(shapes, place)
-    return COPIES[known]
-
-
-def memory_of_prompts(policy, pool_factor: int, place: NamedSharding) -> dict:
+def memory_of_prompts(policy, place: NamedSharding) -> dict:
     """Returns the same for the prefill program, in which some prompts end."""
-    shapes = arguments(policy, config_on(place), pool_factor=pool_factor, place=place)
+    shapes = arguments(policy, config_on(place), pool_factor=POOL_FACTOR, place=place)
 
     def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -170,16 +156,6 @@ def memory_of_prompts(policy, pool_factor: int, place: NamedSharding) -> dict:
     ends = of(BATCH, dtype=bool) if policy.shrinks else None
     static = (policy, in_one_pass(policy, PROMPT, prompt=True), BATCH * PROMPT // 2)
     lowered = programs.extend.lower(*shapes[:4], lanes, tokens, of(BATCH), ends, *static)
-    return report_of(lowered, shapes, place)
-
-
-def compile_copies(shapes, place: NamedSharding) -> dict:
-    """Returns the report of the program that copies sequences of a cache of these shapes."""
-    pages, lanes = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
-        for shape in ((1, 2, COPIED_AT_A_TIME), (BATCH,))
-    )
-    lowered = programs.copy_lanes.lower(shapes[1], pages, lanes, KV_HEADS)
     return report_of(lowered, shapes, place)
 
 
@@ -218,35 +194,22 @@ def report_of(lowered, shapes, place: NamedSharding) -> dict:
     )
 
 
-def memory_of_all(
-    place: NamedSharding, memory_of: Callable = memory_of, names: Iterable[str] = POLICIES
-) -> dict:
-    """Returns `memory_of` for every policy.
-
-    The pool is so large that other memory of a program is negligible, and that XLA does not move it
-    into a TPU's VMEM.
-    """
-    return {
-        name: memory_of(kind(**SMALL_OPTIONS.get(kind, {})), POOL_FACTOR, place)
-        for name, kind in ((name, POLICIES[name]) for name in names)
-    }
-
-
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # leaves a present GPU alone
-    if sys.argv[1:2] == ["h200"]:
-        place = for_h200()
-        with mock.patch.object(jax, "default_backend", return_value="gpu"):
-            steps, prompts, singly = (each.split(",") for each in sys.argv[2:5])
-            of_prompts = memory_of_all(place, memory_of_prompts, prompts)
-            single = memory_of_all(place, memory_of_single, singly)
-            memory = memory_of_all(place, names=steps)
-            print(json.dumps(dict(memory=memory, prompts=of_prompts, single=single)))
-        return
-    memory, copies = memory_of_all(on_tpu()), memory_of_all(on_tpu(), memory_of_copies)
-    prompts = memory_of_all(on_tpu(), memory_of_prompts, sys.argv[1].split(","))
-    single = memory_of_all(on_tpu(), memory_of_single, sys.argv[2].split(","))
-    print(json.dumps(dict(memory=memory, copies=copies, prompts=prompts, single=single)))
+    on_gpu = sys.argv[1:] == ["h200"]
+    place = for_h200() if on_gpu else on_tpu()
+    programs_of = {
+        "steps": (memory_of, STEPS),
+        "single": (memory_of_single, SINGLE),
+        "prompts": (memory_of_prompts, PROMPTS),
+    }
+    backend = mock.patch.object(jax, "default_backend", return_value="gpu")
+    with backend if on_gpu else contextlib.nullcontext():
+        reports = {
+            program: {name: of(policy, place) for name, policy in policies.items()}
+            for program, (of, policies) in programs_of.items()
+        }
+    print(json.dumps(reports))
 
 
 if __name__ == "__main__":

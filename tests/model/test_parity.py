@@ -1,6 +1,7 @@
 """Logits equal transformers' for a tiny random model of every family, padded, packed or plain.
 
-The golden files were made by `tests/golden/make_families.py` and `make_dms.py`.
+The golden files were made by `tests/golden/make_families.py`, and those of DMS by `make_dms.py` at
+e8c61612.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""The oracle's scores equal those of kvpress, the published library (`golden/make_kvpress.py`).
+"""The oracle's scores equal those of kvpress, the published library (`golden/README.md`).
 
 Two differences are intended: protected tokens score inf here and the largest score there, and
 norms are rounded here so that equal tokens tie.

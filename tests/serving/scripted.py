@@ -3,13 +3,12 @@
 An answer is a function of the text of its prompt, as rendered by the chat template.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
 import pathlib
 import random
-import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,11 +18,9 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.config import ModelConfig
 from dms_jax.generation import Completion
 from dms_jax.generation.call_formats import FORMATS
-from dms_jax.serving.http_process import serve_http
-from dms_jax.serving.rpc import EngineServer, ServedModel
-from dms_jax.serving.server import take_address
+from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta, Service, Snapshot
-from tests.serving.support import Client
+from tests.serving.support import Client, connected, stories
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers" / "qwen2"
 MAX_TOKENS = 4096
@@ -194,6 +191,9 @@ class ScriptedService(Service):
     def close(self) -> None:
         pass
 
+    def drain(self, seconds: float) -> bool:
+        return True
+
     def snapshot(self) -> Snapshot:
         return Snapshot(alive=True)
 
@@ -208,8 +208,6 @@ class ScriptedClient(Client):
 
     def post(self, path, status=200, **body):
         """Returns the JSON answer of an endpoint."""
-        import json
-
         response = self.send(body, path=path)
         answer = json.loads(response.read())
         assert response.status == status, answer
@@ -217,8 +215,6 @@ class ScriptedClient(Client):
 
     def named_events(self, path, **body):
         """Returns the data of a stream's events, each of which is named by its type."""
-        import json
-
         response = self.send(body | {"stream": True}, path=path)
         assert response.status == 200, response.read()
         found = []
@@ -246,8 +242,6 @@ def served_model(template: str, **more) -> ServedModel:
 
 
 def _config() -> ModelConfig:
-    from tests.serving.support import stories
-
     return dataclasses.replace(stories().config, max_position_embeddings=10**6)
 
 
@@ -255,19 +249,6 @@ def _config() -> ModelConfig:
 def scripted(template: str, script: Script, **more) -> Iterator[ScriptedClient]:
     """A client of a server that answers prompts in a template by a script."""
     served = served_model(template, **more)
-    service, gone = ScriptedService(served.tokenizer, script), threading.Event()
-    with take_address("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        ours, theirs = socket.socketpair()
-        engine = EngineServer(service, ours, served, gone.set)
-        engine.start()
-        thread = threading.Thread(target=lambda: asyncio.run(serve_http(taken, theirs)))
-        thread.start()
-        try:
-            yield ScriptedClient(port, service, engine)
-        finally:
-            engine.stop()
-            thread.join(60)
-            assert not thread.is_alive()
-            assert gone.wait(60)
-            ours.close()
+    service = ScriptedService(served.tokenizer, script)
+    with connected(service, served) as (port, engine):
+        yield ScriptedClient(port, service, engine)

@@ -116,6 +116,29 @@ def served(service, access: Access | None = None, **more) -> ServedModel:
 
 
 @contextlib.contextmanager
+def connected(service, known: ServedModel):
+    """A context with the port and the engine server of a service, which end in order."""
+    gone = threading.Event()
+    with take_address("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        engine = EngineServer(service, ours, known, gone.set)
+        engine.start()
+        thread = threading.Thread(target=lambda: asyncio.run(serve_http(taken, theirs)))
+        thread.start()
+        try:
+            yield port, engine
+        finally:
+            engine.stop()
+            service.drain(60.0)
+            thread.join(60)
+            assert not thread.is_alive()
+            assert gone.wait(60)
+            ours.close()
+
+
+@contextlib.contextmanager
 def serving(
     access: Access | None = None,
     call_format: str | None = None,
@@ -124,28 +147,13 @@ def serving(
     **more,
 ):
     """A context with a client of a server, which shuts down in order."""
-    service, gone = make_service(**more), threading.Event()
+    service = make_service(**more)
     if warm:
         service.warm()
     service.start()
-    with take_address("127.0.0.1", 0) as taken:
-        taken.listen()
-        port = taken.getsockname()[1]
-        ours, theirs = socket.socketpair()
-        known = served(service, access, call_format=call_format, changes_adapters=changes_adapters)
-        engine = EngineServer(service, ours, known, gone.set)
-        engine.start()
-        thread = threading.Thread(target=lambda: asyncio.run(serve_http(taken, theirs)))
-        thread.start()
-        try:
-            yield Client(port, service, engine)
-        finally:
-            engine.stop()
-            service.drain(60.0)
-            thread.join(60)
-            assert not thread.is_alive()
-            assert gone.wait(60)
-            ours.close()
+    known = served(service, access, call_format=call_format, changes_adapters=changes_adapters)
+    with connected(service, known) as (port, engine):
+        yield Client(port, service, engine)
 
 
 def hold_steps(client, monkeypatch) -> tuple[threading.Event, threading.Event]:

@@ -210,16 +210,6 @@ def serving_model(model, **more):
         yield client
 
 
-def test_clients_read_structured_answers(path):
-    """Loops of five turns; of one turn with SmolLM2, which takes a tenth of a second per token."""
-    model, turns = dms_jax.load(path, dtype="float32"), 5 if path.is_dir() else 1
-    model.tokenizer.chat_template = TEMPLATE
-    with serving_model(model, max_tokens=512, call_format="hermes") as client:
-        address = f"http://127.0.0.1:{client.port}"
-        done = run(sys.executable, PROGRAMS / "forced_client.py", address, "stories", turns)
-    assert done == "done\n"
-
-
 def evaluated(folder, tasks, *command):
     """Runs lm-evaluation-harness; returns the scores of tasks and the answers."""
     options = ("--tasks", tasks, "--include_path", TASKS, "--log_samples", "--output_path", folder)

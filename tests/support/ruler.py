@@ -1,6 +1,6 @@
 """The inputs of RULER's golden files: words, an essay, documents, and deterministic draws.
 
-`tests/golden/make_ruler.py` runs RULER's generators on them, and the tests run ours.
+RULER's generators ran on them (`tests/golden/README.md`), and the tests run ours.
 """
 
 import random

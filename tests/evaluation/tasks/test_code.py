@@ -114,24 +114,10 @@ PRETENCES = {
         "def check(candidate): pass\nimport sys\n"
         "for m in list(sys.modules.values()): setattr(m, '_check', lambda *a: {})"
     ),
-    "frames": (
-        "import sys\ndef sum_of_twice(numbers, skip):\n    frame = sys._getframe()\n"
-        "    while frame:\n        for name, value in list(frame.f_globals.items()):\n"
-        "            if callable(value) and 'check' in name: frame.f_globals[name] = print\n"
-        "        frame = frame.f_back\n    return None"
-    ),
-    "the json of replies": (
-        "import json\njson.dumps = lambda *a, **k: '{}'\ndef sum_of_twice(*a): return 0"
-    ),
     "marks of success": "print('{}\\npassed\\nOK\\n')\nimport sys\nsys.exit('passed')",
-    "every descriptor": (
-        "import os\nfor each in range(64):\n    try: os.write(each, b'{}\\n{}\\nnull\\n')\n"
-        "    except OSError: pass"
-    ),
     "swallowing": (
         "import atexit, os, sys\natexit.register(lambda: os._exit(0))\nsys.excepthook = print"
     ),
-    "raising the tests' own error": "def sum_of_twice(*a): raise StopIteration",
     "never answering": "def sum_of_twice(*a):\n    while True: pass",
 }
 

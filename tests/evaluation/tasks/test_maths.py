@@ -1,10 +1,8 @@
 """Mathematical tasks on files: the prompts of appendix G, and answers in any notation."""
 
-import json
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -246,32 +244,6 @@ def test_judging_together_caches_scores(gsm8k, monkeypatch):
     answers = [judge.answer(0, each) for each in texts]
     assert answers[0] == answers[1]
     assert [judge.answer_score(0, each) for each in answers] == one_by_one
-
-
-_MEETING = """
-import json, pathlib, sys, time
-print("ready", flush=True)
-for line in sys.stdin:
-    mine, other = map(pathlib.Path, json.loads(line))
-    mine.touch()
-    while not other.exists():
-        time.sleep(0.01)
-    print(json.dumps({"met": mine.name}), flush=True)
-"""
-
-
-def test_helpers_answer_threads_in_parallel(tmp_path):
-    """Each of two answers waits until the other question was asked."""
-    program = tmp_path / "meeting.py"
-    program.write_text(_MEETING)
-    helpers = Helpers(program, seconds=60.0, count=2)
-    places = [str(tmp_path / each) for each in "ab"]
-    with ThreadPoolExecutor(2) as pool:
-        told = pool.map(helpers.ask, map(json.dumps, (places, places[::-1])))
-        assert list(told) == [{"met": "a"}, {"met": "b"}]
-    assert helpers.ask(json.dumps(places)) == {"met": "a"}
-    assert len(helpers.idle) == 2
-    helpers.close()
 
 
 def test_aime(tmp_path):

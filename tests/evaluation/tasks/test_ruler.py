@@ -1,6 +1,6 @@
 """RULER's tasks: texts equal to its generators' byte for byte, lengths, depths and scores.
 
-`tests/golden/ruler` has the output of RULER's code (`tests/golden/make_ruler.py`).
+`tests/golden/ruler` has the output of RULER's code (`tests/golden/README.md`).
 """
 
 import collections

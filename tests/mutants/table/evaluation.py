@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "sandbox: calls that are not on the list are allowed",
         FOLDER + "confined.py",
-        "steps.append(_return(_EPERM))",
-        "steps.append(_return(_ALLOW))",
+        "steps.append((_RETURN, 0, 0, _EPERM))",
+        "steps.append((_RETURN, 0, 0, _ALLOW))",
         (f"{SANDBOX}::test_escapes_fail[mode]",),
     ),
     Mutant(

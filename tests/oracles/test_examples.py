@@ -1,12 +1,29 @@
-"""The oracles of the policies that need no training, against examples worked by hand."""
+"""The oracles of the policies, against examples worked by hand from the papers."""
 
 import chex
 import numpy as np
-import pytest
 
-from tests.oracles import h2o, kcache, quest, streaming, tova, vanilla
-from tests.oracles.examples import tensors
-from tests.oracles.trace import softmax
+from tests.oracles import (
+    dmc,
+    dms,
+    h2o,
+    kcache,
+    kvpop,
+    kvzap,
+    quest,
+    scored,
+    streaming,
+    tova,
+    vanilla,
+)
+from tests.oracles.trace import attend_live, default_scale, softmax
+
+
+def tensors(seed, length=13, query_heads=4, kv_heads=2, dim=6):
+    """Returns random q [T, H, D], k and v [T, K, D]."""
+    random = np.random.default_rng(seed)
+    shapes = [(length, query_heads, dim), (length, kv_heads, dim), (length, kv_heads, dim)]
+    return [random.normal(size=shape) for shape in shapes]
 
 
 def scored_keys(*weights):
@@ -17,20 +34,60 @@ def scored_keys(*weights):
     return q, k, v
 
 
-def test_vanilla_is_causal_attention():
-    q, k, v = tensors(0)
-    trace = vanilla.simulate(q, k, v)
-    scores = np.einsum("thd,shd->hts", q, k.repeat(2, axis=1)) / np.sqrt(6)
-    scores = np.where(np.tri(13, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    chex.assert_trees_all_close(
-        trace.outputs,
-        np.einsum("hts,shd->thd", weights, v.repeat(2, axis=1)),
-        rtol=1e-7,
-        atol=1e-12,
+def test_dms_mask_example():
+    # d = decisions, e_k = d_{k+1} marks key k; window 2, so three keys are always visible.
+    decisions = [1, 0, 1, 1, 0, 0, 1, 0]
+    mask = dms.visible(decisions, window=2, shift=1)
+    assert [np.flatnonzero(row).tolist() for row in mask] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 2, 3, 4],
+        [0, 3, 4, 5],
+        [0, 3, 4, 5, 6],
+        [0, 3, 4, 5, 6, 7],
+    ]
+    steps = dms.slots_per_step(decisions, window=2, shift=1)
+    assert [len(slots) for slots in steps] == [1, 2, 3, 4, 4, 4, 5, 6]
+    assert sum(len(slots) for slots in steps) == 29
+    assert steps[4] == [0, 4, 2, 3]
+    assert steps[5] == [0, 4, 5, 3]
+    assert steps[7] == [0, 4, 5, 3, 6, 7]
+
+
+def test_dms_six_cache_states():
+    # Retention probabilities of A..F; a token is kept above one half, window 2, its own decision.
+    keep = np.array([0.2, 0.9, 0.3, 0.8, 0.1, 0.95]) > 0.5
+    steps = dms.slots_per_step((~keep).astype(int), window=2, shift=0)
+    states = ["".join(sorted("ABCDEF"[token] for token in slots)) for slots in steps]
+    assert states == ["A", "AB", "ABC", "BCD", "BCDE", "BDEF"]
+
+
+def test_dmc_merges_by_weight():
+    # One head of dims (payload, 0, 0, neuron). Decisions: open, merge, open, merge, merge.
+    merge_logit = [9.0, 6.0, 4.0, 6.0, 6.0]  # The first is forced to open, 5 is the threshold.
+    importance_logit = np.array([0.0, 1.0, -1.0, -5.0, 2.0])
+    k = np.array(
+        [
+            [[payload, 0, 0, neuron]]
+            for payload, neuron in zip([1, 2, 3, 4, 5], merge_logit, strict=True)
+        ]
     )
-    chex.assert_trees_all_equal(trace.peak, np.array([13, 13]))
-    chex.assert_trees_all_equal(trace.reads.sum(axis=0), np.array([91] * 4))
+    q = np.array([[[1.0, 0, 0, neuron]] for neuron in importance_logit])
+    v = np.array([[[10.0 * payload, 0, 0, 7.0]] for payload in [1, 2, 3, 4, 5]])
+    cos, sin = np.ones((5, 2)), np.zeros((5, 2))
+    trace = dmc.simulate(q, k, v, cos=cos, sin=sin, epsilon=0.01)
+    assert [step[0] for step in trace.live] == [[0], [1], [1, 2], [1, 3], [1, 4]]
+    omega = 1 / (1 + np.exp(-(importance_logit + 5))) + 0.01
+    first = (omega[0] * 1 + omega[1] * 2) / (omega[0] + omega[1])
+    second = (omega[2:] @ [3, 4, 5]) / omega[2:].sum()
+    weights = softmax(np.array([first, second]) / 2)
+    chex.assert_trees_all_close(
+        trace.outputs[4, 0, 0], weights @ [10 * first, 10 * second], rtol=1e-7
+    )
+    chex.assert_trees_all_close(trace.outputs[4, 0, 3], 7.0, rtol=1e-7)
+    chex.assert_trees_all_equal(trace.peak, np.array([2]))
 
 
 def test_tova_drops_the_lightest_even_the_newest():
@@ -75,36 +132,6 @@ def test_h2o_sums_a_dense_prompt_before_the_cut():
     # Column sums over the four rows: 0: 1 + 1/6 + 1/7 + 1/8, 1: 5/6 + 5/7 + 5/8, so 1 is heavy.
     assert [step[0] for step in trace.kept][3:] == [[1, 3], [1, 4], [1, 5]]
     chex.assert_trees_all_equal(trace.live_counts[:, 0], np.array([1, 2, 3, 4, 3, 3]))
-
-
-def test_h2o_cuts_prompt_by_group_mean_column_sums():
-    q, k, v = tensors(12, length=24)
-    scores = np.einsum("tkgd,skd->kgts", 3 * q.reshape(24, 2, 2, 6), k) / np.sqrt(6)
-    weights = np.exp(scores) * np.tri(24)
-    weights /= weights.sum(-1, keepdims=True)
-    sums = weights.mean(axis=1).sum(axis=1)
-    expected = [[*sorted(np.argsort(-row[:21])[:4].tolist()), 21, 22, 23] for row in sums]
-    trace = h2o.simulate(3 * q, k, v, 24, heavy=4, recent=3, prefill="dense_then_evict")
-    assert trace.kept[-1] == expected
-    # The example tells a mean over the group from its first head and from a maximum.
-    for other in (weights[:, 0].sum(axis=1), weights.max(axis=1).sum(axis=1)):
-        assert (np.argsort(-other[:, :21])[:, :4] != np.argsort(-sums[:, :21])[:, :4]).any()
-
-
-@pytest.mark.parametrize("prefill", ["evict_past_budget", "dense_then_evict"])
-@pytest.mark.parametrize("length", [12, 13])
-def test_a_sufficient_budget_equals_vanilla(prefill, length):
-    q, k, v = tensors(10, length=length)
-    dense = vanilla.simulate(q, k, v).outputs
-    for trace in (
-        tova.simulate(q, k, v, 5, budget=length, prefill=prefill),
-        h2o.simulate(q, k, v, 5, heavy=4, recent=length - 4, prefill=prefill),
-        streaming.simulate(q, k, v, 5, sinks=2, recent=length - 2, prefill=prefill),
-        quest.simulate(q, k, v, 5, budget=16, page_size=4),
-        kcache.simulate(q, k, v, 5, top=length),
-    ):
-        chex.assert_trees_all_close(trace.outputs, dense, rtol=1e-7, atol=1e-12)
-        assert trace.kept[-1] == [list(range(length))] * 2
 
 
 def test_streaming_keeps_sinks_and_recent():
@@ -182,3 +209,71 @@ def test_kcache_does_not_renormalise_weights():
     chex.assert_trees_all_close(
         on_device.outputs, vanilla.simulate(q, k, v, scale=1.0).outputs, rtol=1e-7
     )
+
+
+def test_kvzap_drops_low_scores():
+    scores = np.array([1.0, -1, 3, -1, 5, 6])
+    # Window 1: token 3 pushes out token 1, and token 5 token 3.
+    assert kvzap.slots_per_step(scores, 0.0, 1) == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 3, 2],
+        [0, 3, 2, 4],
+        [0, 5, 2, 4],
+    ]
+    assert kvzap.slots_per_step(scores, -1.0, 1)[-1] == list(range(6))  # at the threshold it stays
+    # The first two tokens are always kept.
+    assert kvzap.slots_per_step(scores, 0.0, 1, sinks=2)[-1] == [0, 1, 2, 5, 4]
+    assert kvzap.slots_per_step(scores, 0.0, 1, sinks=1)[-1] == [0, 5, 2, 4]
+
+
+def test_kvpop_drops_the_lowest_score_beyond_the_window():
+    q, k, v = (x[:, :1] for x in tensors(1, length=6))
+    own = np.array([5.0, 1, 3, 9, 9, 9])[:, None]
+    late = np.array([0.0, 0, 0, 4, 0, 0])[:, None]
+    # Window 2, budget 3. After token 3 tokens 0 (5 + 0) and 1 (1 + 4) have scores: the older one
+    # of equals goes. After token 4 also token 2 (3 + 0), which goes.
+    trace = kvpop.simulate(q, k, v, own=own, late=late, budget=3, window=2)
+    assert [step[0] for step in trace.live] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [4, 1, 2, 3],
+        [4, 1, 5, 3],
+    ]
+    assert [sorted(step[0]) for step in trace.kept[3:]] == [[1, 2, 3], [1, 3, 4], [3, 4, 5]]
+    scale = default_scale(q, None)
+    want = attend_live(q[5], k, v, [[4, 1, 5, 3]], scale)
+    chex.assert_trees_all_close(trace.outputs[5], want, rtol=1e-12)
+
+
+def test_kvpop_cuts_a_dense_prompt_once():
+    q, k, v = (x[:, :1] for x in tensors(2, length=7))
+    own, late = np.array([3.0, 1, 4, 2, 0, 0, 0])[:, None], np.zeros((7, 1))
+    options = dict(own=own, late=late, budget=3, window=1, prefill="dense_then_evict")
+    trace = kvpop.simulate(q, k, v, 5, **options)
+    assert trace.live[4] == [[0, 1, 2, 3, 4]]
+    assert trace.kept[4] == [[0, 2, 4]]
+    assert trace.live[5] == [[0, 2, 4, 5]]
+    assert trace.live[6] == [[0, 2, 6, 5]]
+    dense = vanilla.simulate(q, k, v).outputs
+    chex.assert_trees_all_close(trace.outputs[:5], dense[:5], rtol=1e-12)
+
+
+def lengths_of(trace, head=0):
+    return [len(step[head]) for step in trace.live], [len(step[head]) for step in trace.kept]
+
+
+def test_prompt_and_answer_cuts():
+    q, k, v = tensors(0, length=12)
+    trace = scored.simulate(q, k, v, 6, worth=scored.knorm(k), budget=3, interval=2)
+    live, kept = lengths_of(trace)
+    assert live == [1, 2, 3, 4, 5, 6, 4, 5, 4, 5, 4, 5]
+    assert kept == [1, 2, 3, 4, 5, 3, 4, 3, 4, 3, 4, 3]
+    chex.assert_trees_all_close(trace.outputs[:6], vanilla.simulate(q, k, v).outputs[:6], rtol=1e-7)
+    once = scored.simulate(q, k, v, 6, worth=scored.knorm(k), budget=3, interval=None)
+    assert lengths_of(once)[1][5:] == [3, 4, 5, 6, 7, 8, 9]
+    never = scored.simulate(q, k, v, 0, worth=scored.knorm(k), budget=3, interval=None)
+    assert lengths_of(never)[1] == list(range(1, 13))
