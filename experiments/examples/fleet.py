@@ -61,6 +61,8 @@ class Replica:
       options: command line options.
     """
 
+    _watching: asyncio.Task[None] | None = None
+
     async def __init__(
         self, options: str
     ):  # in a thread that stays, because the signal is sent when the thread ends
@@ -93,7 +95,8 @@ class Replica:
             response.raise_for_status()
 
     async def __del__(self) -> None:
-        self._watching.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         with contextlib.suppress(ProcessLookupError):
             self._server.terminate()
         await self._server.wait()
