@@ -5,6 +5,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shlex
@@ -126,9 +127,10 @@ class Fleet:
 
     def replicas(self) -> dict[str, set[str]] | None:
         """Returns the prompts of each replica, once both routers send them to both alike."""
-        found = {}
-        for answer in self.answers([f"{name} had a cat" for name in range(24)] * 2, 1):
-            found.setdefault(answer.replica, set()).add(answer.prompt)
+        prompts, found = [f"{name} had a cat" for name in range(24)], {}
+        for some in itertools.batched(prompts * 2, 6):  # fewer than the lanes of a replica
+            for answer in self.answers(some, 1):
+                found.setdefault(answer.replica, set()).add(answer.prompt)
         return found if len(found) == 2 and not set.intersection(*found.values()) else None
 
 
