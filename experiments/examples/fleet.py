@@ -38,6 +38,7 @@ ADDRESS = re.compile(r" at (http://\S+)/v1$")
 PREFIX = 2048  # characters of the instructions, and of the first turn, that go into the key
 TRIES = 3  # most replicas tried for a request without output
 HEALTH_TIMEOUT, DRAIN_SECONDS = 5.0, 30.0
+END_SECONDS = 1.0  # in which a replica follows its server; errors wait for that
 STREAM_SECONDS = 3600.0  # for open answers when a replica or the router shuts down
 SENT = ("authorization", "x-api-key", "origin")  # request headers passed to the server
 KEPT = ("content-type", "retry-after", "www-authenticate")  # response headers passed back
@@ -60,6 +61,8 @@ class Replica:
       options: command line options.
     """
 
+    _watching: asyncio.Task[None] | None = None
+
     async def __init__(
         self, options: str
     ):  # in a thread that stays, because the signal is sent when the thread ends
@@ -80,6 +83,11 @@ class Replica:
         async with self._client.get("/v1/models") as response:  # waits for requests in flight
             if response.status != 401:  # answers without a key, too
                 response.raise_for_status()
+        self._watching = asyncio.create_task(self._end_with_server())
+
+    async def _end_with_server(self) -> None:
+        await self._server.wait()
+        os._exit(1)  # Ray sees this at once, an unhealthy replica after three checks
 
     async def check_health(self) -> None:
         """Raises an error unless the server admits requests; Ray then starts another replica."""
@@ -87,6 +95,8 @@ class Replica:
             response.raise_for_status()
 
     async def __del__(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         with contextlib.suppress(ProcessLookupError):
             self._server.terminate()
         await self._server.wait()
@@ -98,6 +108,8 @@ class Replica:
         request = self._client.request(method, path, headers=headers, data=body)
         try:
             async with request as response:
+                if response.status == 503:
+                    await asyncio.sleep(END_SECONDS)
                 kept = {name: response.headers[name] for name in KEPT if name in response.headers}
                 yield response.status, kept | {"x-replica": f"{socket.gethostname()}:{os.getpid()}"}
                 rest = b""
@@ -108,6 +120,7 @@ class Replica:
                 if rest:
                     yield rest
         except aiohttp.ClientError as error:
+            await asyncio.sleep(END_SECONDS)
             raise ReplicaEndedError(str(error)) from error
 
 
