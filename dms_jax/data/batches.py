@@ -23,7 +23,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Batches:
         self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
         self._state = get_state()
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Batch:
