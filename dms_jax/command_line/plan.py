@@ -1,8 +1,10 @@
 """Estimate the memory and time of a retrofit on a machine that you do not have.
 
-dms-jax plan --model llama-3.2-1b --machine 8xh200
-dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
-dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
+    dms-jax plan --model llama-3.2-1b --machine 8xh200
+    dms-jax plan --model qwen-r1-32b --machine v5p-128 --paper-model qwen-r1-32b
+    dms-jax plan --model path/to/model --machine v6e-256 --model-shards 4
+
+The figures follow from shapes, in seconds: leave a fifth of the memory for what the compiler adds.
 """
 
 import dataclasses
