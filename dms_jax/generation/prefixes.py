@@ -24,8 +24,7 @@ Where states are taken (as Marconi does, arXiv 2411.19379):
 
     where known prompts diverge  a prefix that several share, at the last whole page before; or a
                                  whole prompt if copies of it wait for a lane
-    near the end of a prompt     at its last whole page, as templates often change what follows;
-                                 not if it continues an answer, as the next turn will too
+    near the end of a prompt     at its last whole page, as templates often change what follows
     at the end of an answer      the next turn of an agent begins with it
 
 A closed list of an engine that keeps no prefixes takes only the first kind. A request waits for a
@@ -247,9 +246,7 @@ class Prefixes:
         if not self.serves(request):
             return set()
         found = self._find(request, *self._readable(request))
-        state, start = found if found else (None, 0)
-        behind_answer = state is not None and state.ended
-        return self._nodes(request, self.stops(request, start, 1, behind_answer=behind_answer))
+        return self._nodes(request, self.stops(request, found[1] if found else 0, 1))
 
     def _nodes(self, request: "Request", stops: Collection[int]) -> set[Node]:
         """Returns the nodes of some prefixes of a prompt, and of the whole prompt."""
@@ -273,24 +270,13 @@ class Prefixes:
         found = self._find(request, tokens, len(tokens) - 1)
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
-    def is_behind_answer(self, lane: int) -> bool:
-        """Whether the request of a lane continues the answer of an earlier turn."""
-        return self._continued.get(lane, (0, False))[1]
-
-    def stops(
-        self, request: "Request", start: int, admitted: int = 0, *, behind_answer: bool = False
-    ) -> tuple[int, ...]:
+    def stops(self, request: "Request", start: int, admitted: int = 0) -> tuple[int, ...]:
         """Returns the lengths of the prefixes of a prompt that are to be cached.
-
-        A turn behind an answer leaves out the end of its prompt, if that takes a copy: the next
-        turn will continue this turn's answer. But one with stop strings may become no state, see
-        `keep`.
 
         Args:
           request: the request.
           start: number of tokens that are cached already.
           admitted: number of equal queued prompts that are admitted together, this one included.
-          behind_answer: whether these tokens end with the answer of an earlier turn.
         """
         if not self.serves(request):
             return ()
@@ -301,8 +287,7 @@ class Prefixes:
             for node in path
             if len(node.children) + node.ends > 1 or node.waiting > admitted
         }
-        replaced = behind_answer and not (self._runner.appends or request.sampling.stop)
-        parts |= {most} if self.keeps and not replaced else set()
+        parts |= {most} if self.keeps else set()
         whole = {self._round_to_pages(min(each, most)) for each in parts}
         least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
@@ -468,6 +453,10 @@ class Prefixes:
             if node.state in self._on_device:
                 self._touch(node.state)
             return
+        takes_a_copy = not (ended or self._runner.appends)
+        brief = takes_a_copy and self._is_replaced_soon(lane, request, node)
+        if brief and not self._has_spare(allocator.pages_for(lengths)):
+            return
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
         if ended or self._runner.appends:
@@ -482,6 +471,16 @@ class Prefixes:
         node.set_state(state)
         self._on_device[state] = None
         self._replace(lane, state)
+
+    def _is_replaced_soon(self, lane: int, request: "Request", node: Node) -> bool:
+        """Whether the next turn will continue this turn's answer, not a state within its prompt.
+
+        An answer with stop strings may become no state; see `keep`.
+        """
+        _, behind_answer = self._continued.get(lane, (0, False))
+        if not behind_answer or request.sampling.stop:
+            return False
+        return len(node.children) + node.ends <= 1 and not node.is_awaited
 
     def _replace(self, lane: int, state: PrefixState) -> None:
         """Marks the states that leave first: those that its request continued are replaced.
@@ -546,12 +545,12 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
-        if host is None or host.is_busy:
-            host = None
-        elif self._may_copy_now(cost := host.cost(state.pages)):
-            slots = host.add(state.pages, self._runner.read_pages, self._make_room)
-            if slots is None:  # nothing is copied
-                self._may_copy += cost
+        if host is not None and not host.is_busy:
+            cost = host.cost(state.pages)
+            if self._may_copy_now(cost):
+                slots = host.add(state.pages, self._runner.read_pages, self._make_room)
+                if slots is None:  # nothing is copied
+                    self._may_copy += cost
         self._remove(state)
         if slots is None:
             return

@@ -380,9 +380,7 @@ class Scheduler:
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         for lane, request in started.items():
             if (item := self.prefill.items[lane]).source == lane:
-                prefixes = self.runner.prefixes
-                behind_answer = prefixes.is_behind_answer(lane)
-                item.stops = prefixes.stops(request, item.done, behind_answer=behind_answer)
+                item.stops = self.runner.prefixes.stops(request, item.done)
                 if request.base is not None:
                     continued[lane] = request.base
         self.seeds = self.seeds.copy()  # a program in flight may use the old
