@@ -76,7 +76,7 @@ class HostPages:
         self._host_of = np.full(device_pages, NO_PAGE, np.int32)
         self._blocks: dict[int, _Block] = {}
         self._next_block = 0
-        self.used = 0
+        self.used, self._allocated = 0, False
         self._block_of = np.zeros(num_pages, np.int64)  # of each page, and its place there
         self._place_of = np.zeros(num_pages, np.int32)
         self._leaving = collections.deque[_Block]()  # on their way here, oldest first
@@ -87,7 +87,8 @@ class HostPages:
         Pinning takes about a second per GB on an H200's host, for which each of the first copies
         would wait. JAX keeps the memory.
         """
-        if all(device.platform == "gpu" for device in place.device_set):
+        if not self._allocated and all(each.platform == "gpu" for each in place.device_set):
+            self._allocated = True
             block = jax.device_put(np.zeros(_LARGE, np.uint8), place)
             count = -(-len(self._uses) * self._page_bytes // _LARGE)
             jax.block_until_ready([to_host(block) for _ in range(count)])

@@ -46,6 +46,9 @@ MOST_REFUSED = 0.5
 _DONE = object()
 _thread = concurrent.futures.ThreadPoolExecutor(1, "dms_jax grammars")
 
+# Lanes to draw again, their entries in the result, and the lane of each entry of the program.
+Redrawing = tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Int[np.ndarray, " m"]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Redrawn:
@@ -112,6 +115,7 @@ class Checked:
       most: the steps that each lane could take.
       void: Bool[B] for each step, the lanes that took it back.
       redrawn: for each step the tokens that replace its own.
+      ended: lanes whose answer is known to have ended, and which are idle since.
       tail: the values that the host must write, if it holds any.
     """
 
@@ -119,10 +123,15 @@ class Checked:
     most: Int[np.ndarray, " B"]
     void: list[Bool[np.ndarray, " B"]]
     redrawn: list[Redrawn | None]
+    ended: Bool[np.ndarray, " B"]
     tail: Any
 
     def corrected(self, parts: Sequence[Steps]) -> Steps:
-        """Joins the results of the steps, with the final tokens and without void steps."""
+        """Joins the results of the steps, with the final tokens and without void steps.
+
+        Each lane's own steps come first, in order, as in a chunk of other steps: a lane may take
+        steps back, or join in the middle.
+        """
         steps = Steps.joined(parts)
         found = {name: getattr(steps, name) for name in ("tokens", "logprobs")}
         for number, redrawn in enumerate(self.redrawn):
@@ -133,10 +142,10 @@ class Checked:
                         old[number, redrawn.lanes] = new
         steps = dataclasses.replace(steps, **found)
         void = np.stack(self.void)
-        if not void.any():
-            return steps
         steps = dataclasses.replace(steps, ran=steps.ran & ~void)
-        # Each lane's steps first, in order; then its last one again, as for a lane that has ended.
+        if not (void.any() or (steps.ran[1:] & ~steps.ran[:-1]).any()):
+            return steps
+        # After its own steps the last one again, as for a lane that has ended.
         order = np.argsort(~steps.ran, axis=0, kind="stable")
         last = np.maximum(steps.ran.sum(0) - 1, 0)
         order = np.take_along_axis(order, np.minimum(np.arange(len(order))[:, None], last), 0)
@@ -230,7 +239,7 @@ class CheckedSteps:
 
         Args:
           tokens: the newest tokens of all lanes.
-          table: a page table for a step in which no lane takes part.
+          table: the page table of the last steps.
 
         Raises:
           GrammarError: see `run`.
@@ -256,6 +265,7 @@ class CheckedSteps:
             most=np.sum([each.active for each in steps], axis=0, dtype=np.int64),
             void=[each.void for each in steps],
             redrawn=[each.redrawn for each in steps],
+            ended=self._ended,
             tail=steps[-1].tail,
         )
 
@@ -341,18 +351,20 @@ class CheckedSteps:
                 pass
             try:
                 refused, ended, self._refused = step.check.result()
+                refused = refused & step.active & ~step.void
+                masks = self._masks(refused)
             except GrammarError:
                 self._launched.clear()
                 raise
             self._launched.popleft()
             self._ready.append(step)
-            refused = refused & step.active & ~step.void
             self._ended = self._ended | (ended & (step.active | step.begins))
             for later in self._launched:  # at most one
                 self._takes_back = self._takes_back | refused
                 self._taken = self._taken - (refused & later.active)
                 later.void, later.active = later.void | refused, later.active & ~ended
-            self._redraw(step, refused)
+            if masks is not None:
+                self._redraw(step, *masks)
 
     def _check(
         self,
@@ -411,14 +423,19 @@ class CheckedSteps:
                 else:
                     allowed = matcher.allows(every[lane])
                 refused[lane] = not allowed
-        _raise_errors([requests[lane] for lane in np.flatnonzero(refused).tolist()])
+        here = np.flatnonzero(refused & step.active)  # lanes may be released meanwhile
+        _raise_errors([requests[lane] for lane in here.tolist()])
         count = sum(lanes[lane] for lane, _ in grammars)
         return refused, ended | (checked & ends & ~refused), refused.sum() / max(count, 1)
 
-    def _redraw(self, step: _Step, refused: Bool[np.ndarray, " B"]) -> None:
-        """Draws the tokens of some lanes again, under masks, into the newest tokens."""
+    def _masks(self, refused: Bool[np.ndarray, " B"]) -> tuple[Redrawing, np.ndarray] | None:
+        """Returns which tokens to draw again, and their masks; None if there are none.
+
+        Raises:
+          GrammarError: a grammar has become too complex.
+        """
         if not refused.any():
-            return
+            return None
         lanes, num_lanes = np.flatnonzero(refused).astype(np.int32), len(refused)
         few = len(lanes) <= FEW < num_lanes
         entries = np.arange(len(lanes), dtype=np.int32) if few else lanes
@@ -430,6 +447,11 @@ class CheckedSteps:
         for entry, lane in zip(entries.tolist(), lanes.tolist(), strict=True):
             self.requests[lane].matcher.fill(masks[entry])
         _raise_errors([self.requests[lane] for lane in lanes.tolist()])
+        return (lanes, entries, lane_of), masks
+
+    def _redraw(self, step: _Step, which: Redrawing, masks: Int[np.ndarray, "n words"]) -> None:
+        """Draws tokens of a step again, under masks, into the newest tokens."""
+        lanes, entries, lane_of = which
         given = self.newest, lane_of, masks, self._seeds, self._rule
         result, newest = programs.redraw(self._outer, step.source, *given)
         self.newest = self._runner.everywhere(newest)

@@ -421,7 +421,7 @@ class Call:
         reports_now = overlap.hands_over and bool(in_flight.drawn or in_flight.has_steps)
         reads_on = in_flight.reads_on
         with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
-            given = scheduler.seeds, self._rule(), num_steps, work
+            given = scheduler.seeds, self._rule(), num_steps, extra, work
             in_flight.launch_steps(scheduler.decoding, *given)
             collections.deque(work, maxlen=0)  # the rest, while the steps run
         reservation.trim()

@@ -82,6 +82,7 @@ class InFlight:
         seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | None,
         num_steps: int,
+        reserved: Int[np.ndarray, " B"],
         meanwhile: Iterator[None],
     ) -> None:
         """Launches a chunk of steps, while any lane may have a token to generate.
@@ -91,6 +92,7 @@ class InFlight:
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
+          reserved: steps of each lane for which pages are reserved.
           meanwhile: work of the host, in short parts, to do while it waits for tokens to check.
 
         Raises:
@@ -110,7 +112,7 @@ class InFlight:
                     self.checked,
                     running,
                     self.last_tokens,
-                    remaining,
+                    np.minimum(remaining, reserved),  # steps taken back may have added to it
                     seeds,
                     rule,
                     num_steps=num_steps,

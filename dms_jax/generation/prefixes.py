@@ -545,9 +545,9 @@ class Prefixes:
     def _move_to_host(self, state: PrefixState) -> None:
         """Copies a state to host memory, or drops it if there is no room; keeps its pages."""
         host, slots = self._host_pages(), None
-        if host is not None and not host.is_busy:
+        if host is not None:
             cost = host.cost(state.pages)
-            if self._may_copy_now(cost):
+            if not (cost and host.is_busy) and self._may_copy_now(cost):
                 slots = host.add(state.pages, self._runner.read_pages, self._make_room)
                 if slots is None:  # nothing is copied
                     self._may_copy += cost

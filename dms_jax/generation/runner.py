@@ -541,8 +541,7 @@ class Runner:
 
     def settle(self, checked: CheckedSteps, tokens: Int[np.ndarray | Array, " B"]) -> None:
         """Waits for all of some checked steps; see `CheckedSteps.settle`."""
-        table, _ = self._table_of_steps(self._no_lanes)
-        checked.settle(tokens, table)
+        checked.settle(tokens, self._table)
 
     def take_checked(self, checked: CheckedSteps) -> StepsInFlight | None:
         """Returns the steps that are checked and were not returned yet; None without any."""
@@ -621,8 +620,11 @@ class Runner:
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
         # A lane without steps was idle, perhaps after an end token, and may have been reused since.
-        ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
-        ended &= ~program.endless
+        if checked is not None:
+            ended = checked.ended
+        else:
+            ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
+            ended &= ~program.endless
         self.reservation.collect_steps(
             steps.lengths, ran=counts > 0, most=program.most, ended=ended, current=current
         )
