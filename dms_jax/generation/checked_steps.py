@@ -86,7 +86,7 @@ class _Step:
       tail: the values that the host must write, if it holds any.
       before: Int[B], the newest tokens before it.
       begins: lanes whose matcher has not consumed that token.
-      read: tokens that were drawn again since the step before was launched.
+      redrawn_before: tokens that were drawn again since the step before was launched.
       active: lanes that take part, unless the token before has ended them.
       void: lanes that take it back, or that were released since.
       check: the check of its tokens, once that has begun.
@@ -99,7 +99,7 @@ class _Step:
     tail: Any
     before: Any
     begins: Bool[np.ndarray, " B"]
-    read: list[Redrawn]
+    redrawn_before: list[Redrawn]
     active: Bool[np.ndarray, " B"]
     void: Bool[np.ndarray, " B"]
     check: concurrent.futures.Future | None = None
@@ -313,7 +313,7 @@ class CheckedSteps:
         result.words.copy_to_host_async()
         runner.reservation.add_steps(active)
         self._taken, self._takes_back = self._taken + active, np.zeros_like(active)
-        read, self._unread = self._unread, []
+        redrawn_before, self._unread = self._unread, []
         step = _Step(
             result=result,
             newest=self.newest,
@@ -321,7 +321,7 @@ class CheckedSteps:
             tail=tail,
             before=before,
             begins=active & ~consumed,
-            read=read,
+            redrawn_before=redrawn_before,
             active=active,
             void=np.zeros_like(active),
         )
@@ -369,7 +369,7 @@ class CheckedSteps:
     def _check(
         self,
         step: _Step,
-        known: Bool[np.ndarray, " B"],
+        ended_before: Bool[np.ndarray, " B"],
         endless: Bool[np.ndarray, " B"],
         goes_on: Bool[np.ndarray, " B"],
         grammars: list[tuple[int, Matcher]],
@@ -382,7 +382,7 @@ class CheckedSteps:
 
         Args:
           step: the step.
-          known: lanes whose answer has ended before.
+          ended_before: lanes whose answer has ended before.
           endless: lanes that ignore end tokens.
           goes_on: lanes that take part in the step after it.
           grammars: lanes with their matchers.
@@ -396,21 +396,21 @@ class CheckedSteps:
           GrammarError: a grammar has become too complex.
         """
         active, void = step.active, step.void  # the arrays are replaced, not changed
-        matchers, ended = dict(grammars), np.zeros_like(known)
+        matchers, ended = dict(grammars), np.zeros_like(ended_before)
         if step.begins.any():
             tokens = np.asarray(step.before)
             ended |= step.begins & np.isin(tokens, self.end_tokens) & ~endless
             for lane in np.flatnonzero(step.begins & ~ended).tolist():
                 if lane in matchers:
                     matchers[lane].consume(int(tokens[lane]))
-        for redrawn in step.read:
+        for redrawn in step.redrawn_before:
             for lane, token in zip(redrawn.lanes.tolist(), redrawn.read()[0].tolist(), strict=True):
                 if active[lane] and token in self.end_tokens:
                     ended[lane] = True
                 elif active[lane] and not step.begins[lane] and lane in matchers:
                     matchers[lane].consume(token)
         tokens = np.asarray(step.newest)
-        checked, refused = active & ~void & ~known & ~ended, np.zeros_like(ended)
+        checked, refused = active & ~void & ~ended_before & ~ended, np.zeros_like(ended)
         ends = np.isin(tokens, self.end_tokens) & ~endless
         lanes, every = checked.tolist(), tokens.tolist()
         is_end, going = ends.tolist(), goes_on.tolist()

@@ -434,7 +434,8 @@ class Prefixes:
                 self._store(lane, request, tokens[: None if exact else prompt], ended=True)
         elif exact and seen == len(tokens):
             # Not while steps run that were launched before a stop string was found. After an end
-            # token the lane is idle in them.
+            # token the lane is idle in them; if a grammar forced it, the lane took one step back,
+            # which wrote to a slot that no later token reads.
             ended = request.finish_reason == "end"
             if ended or not self._runner.reservation.steps_in_flight[lane]:
                 self._store(lane, request, tokens, ended=True)
