@@ -84,8 +84,8 @@ class HostPages:
     def allocate(self, place: jax.sharding.Sharding) -> None:
         """Allocates all memory of the pool, for pages of the device at `place`.
 
-        Pinning takes about a second per GB on an H200's host, for which each of the first copies
-        would wait. JAX keeps the memory.
+        Pinning takes about a second per GB on an H200's host. Without this call the first copies
+        wait for it; JAX keeps the memory.
         """
         if not self._allocated and all(each.platform == "gpu" for each in place.device_set):
             self._allocated = True

@@ -92,7 +92,7 @@ class InFlight:
           seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
-          reserved: steps of each lane for which pages are reserved.
+          reserved: number of steps for which each lane has pages.
           meanwhile: work of the host, in short parts, to do while it waits for tokens to check.
 
         Raises:

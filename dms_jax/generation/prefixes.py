@@ -33,10 +33,10 @@ prefix that another one prefills.
 Where states live. In pages of the pool that no row needs. These pages count as free, and rows that
 need them take them from the least recently used prefixes. Such prefixes move to host memory, up to
 a byte limit, and come back when they are used. They are dropped beyond that limit, and when they
-leave the device faster than they may be copied (`TO_HOST`), since every request waits for a copy. A
-state that a later one of the same session replaces is dropped first, and never copied to the host,
-unless another request diverges from it: an agent holds one state, not one per turn. Where room is
-short, its next turn takes the pages of that state instead of a copy.
+leave the device faster than they may be copied (`TO_HOST`) or than copies arrive. A state that a
+later one of the same session replaces is dropped first, and never copied to the host, unless
+another request diverges from it: an agent holds one state, not one per turn. Where room is short,
+its next turn takes the pages of that state instead of a copy.
 
 A tree belongs to one engine and one of its adapters, which fix the model, dtype, policy and cache
 format of its states; its tokens are those after the chat template. A policy whose decisions depend
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from dms_jax.generation.runner import Runner
 
 
-# Bytes copied to the host per second on average, and at once: about 60 blocks a second, whose
-# launches take a fortieth of the engine's time. Without a limit, a pool full of other prompts'
-# prefixes copies each of them to the host, only to drop it there for the next one.
+# Bytes copied to the host per second on average, and at once: about 60 blocks a second, as each
+# launch takes time of the engine. Without a limit, a pool full of other prompts' prefixes copies
+# each of them to the host, only to drop it there for the next one.
 TO_HOST, TO_HOST_AT_ONCE = 1e9, 2.0**30
 
 

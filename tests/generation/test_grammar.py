@@ -292,7 +292,7 @@ def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
 
 
 def drawn_requests(choose, samplings):
-    """Returns four to ten requests, some of which must end early."""
+    """Returns four to twelve requests, some of them limited to a few tokens."""
     requests = []
     for index in range(choose.randint(4, 12)):
         sampling = choose.choice(samplings)

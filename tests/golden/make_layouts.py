@@ -66,7 +66,7 @@ def record(copied: list[str], written: dict[str, Any]) -> dict[str, Any]:
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 return read(directory, layouts.texts(written))
-        except Exception as error:  # whatever it raises
+        except Exception as error:  # the golden file keeps it
             return {"error": f"{type(error).__name__}: {error}"[:60]}
 
 
