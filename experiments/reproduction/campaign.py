@@ -182,6 +182,7 @@ TRAININGS = {
     "mixed-3.3": Training(
         policy=DMS_128, mixed=True, changes=dict(answers_only=True, text_weight=0.5)
     ),
+    "mixed16-3.3": Training(mixed=True, changes=dict(answers_only=True, text_weight=0.5)),
     "wide-3.3": Training(changes=dict(low_rank=LowRank(rank=128, alpha=256.0))),
     "all-3.3": Training(trainable="all"),
     "adapter-3.3": Training(trainable="adapter"),
@@ -231,7 +232,7 @@ RULES = ("peak", "share")
 SHARE = 3.3  # compression ratio of the papers' rule
 FLOAT8 = "float8"  # the whole cache in 8 bits
 # Trainings on the frontiers.
-VOTING = ("dms-3.3", "control", "text-3.3", "wide-3.3", "all-3.3", "dms-8", "kvpop")
+VOTING = ("dms-3.3", "control", "text-3.3", "mixed16-3.3", "wide-3.3", "all-3.3", "dms-8", "kvpop")
 ON_FRONTIERS = ("quest", "tova", "rkv")
 
 
