@@ -152,7 +152,7 @@ class Recipe(Options):
         loss.
       text_weight: weight of the language modelling loss beside the distillation: the student also
         learns from the texts themselves, for texts that are better than what the teacher writes on
-        average, such as its own correct answers.
+        average, such as its own correct answers. Needs distillation at "targets".
       distillation_positions: positions where student and teacher are compared. The logits at
         position t predict token t + 1: "targets" takes the positions whose next token counts, like
         the language modelling loss; "inputs" the positions whose own token counts, like NVIDIA's
@@ -211,6 +211,12 @@ class Recipe(Options):
             "neuron_decay" not in kinds[1:], "Recipe: only the first stage may decay the neuron."
         )
         require(kinds != ["neuron_decay"], "Recipe: nothing comes after the decay of the neuron.")
+        require(
+            not self.text_weight
+            or (self.loss, self.distillation_positions) == ("distillation", "targets"),
+            "Recipe: text_weight adds a loss on the text to the distillation at the positions of "
+            "targets; it needs loss='distillation' and distillation_positions='targets'.",
+        )
         ratios = [stage.compression_ratio for stage in self.stages if stage.kind == "ramp"]
         require(ratios == sorted(ratios), f"Recipe: the compression ratio may not fall: {ratios}.")
         highest = self.compression_ratio

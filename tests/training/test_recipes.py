@@ -237,6 +237,8 @@ def test_pretraining_warms_up_and_falls():
         (dict(compression_weight=float("nan")), "compression_weight must be .* at least 0"),
         (dict(snapshots=(8.0,)), "snapshots must lie above 1 and up to 4"),
         (dict(snapshots=(1,)), "snapshots must lie above 1"),
+        (dict(text_weight=0.5, loss="language_modeling"), "text_weight adds a loss on the text"),
+        (dict(text_weight=0.5, distillation_positions="inputs"), "text_weight adds"),
     ],
 )
 def test_a_bad_recipe_is_refused(changes, message):
