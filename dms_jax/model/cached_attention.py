@@ -173,15 +173,20 @@ def _write(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | Non
             )
         else:
             q, k = rotate(policy, merged)
-            pool = _store(pool, chunk, placement, k, tokens, host)
+            pool = _store(pool, chunk, placement, _centered(k, chunk), tokens, host)
         state = policy.written(state, chunk, placement, pool)
     return _Written(LayerCache(pool=pool, state=state), q, placement)
+
+
+def _centered(k: Float[Array, "B T K D"], chunk: Chunk) -> Float[Array, "B T K D"]:
+    """Returns rotated keys as they are stored."""
+    return k if chunk.key_center is None else (k - chunk.key_center).astype(k.dtype)
 
 
 def _store(
     pool: Pool, chunk: Chunk, placement: Placement, k: Array, tokens: Tokens, host: HostRows | None
 ) -> Pool:
-    """Stores rotated keys and the values of a chunk."""
+    """Stores keys and the values of a chunk."""
     on_host = None if host is None else (tokens.layer, tokens.positions)
     return pool.store(chunk.page_table, placement.slots, k, tokens.v, on_host=on_host)
 
@@ -196,7 +201,8 @@ def _observe(
 ) -> LayerCache:
     """Updates the policy's state from the results of attention."""
     cache, placement, q = written.cache, written.placement, written.q
-    rows = functools.partial(gather_rows, cache.pool, chunk.page_table, placement.lengths, q.dtype)
+    given = chunk.page_table, placement.lengths, q.dtype, chunk.key_center
+    rows = functools.partial(gather_rows, cache.pool, *given)
     seen = Observation(q=q, weights=weights, rows=rows, one_query=one_query)
     state = policy.observe(cache.state, chunk, placement, seen)
     return dataclasses.replace(cache, state=state)
@@ -209,6 +215,7 @@ def _one_pass(policy: Policy, cache: LayerCache, chunk: Chunk, host: HostRows | 
         state, merged = policy.merge(cache.state, chunk)
         state, placement = policy.write(state, chunk)
         q, k = rotate(policy, merged)
+        k = _centered(k, chunk)
         stored_k, stored_v = (cache.pool.as_stored(x) for x in (k, merged.tokens.v))
 
     def attend(pool: Pool) -> Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Pool, compact, load
@@ -31,14 +31,24 @@ from dms_jax.sharding import cache_spec, partition
 MOST_NUMBERS = 1 << 25
 
 
-def gather_rows(pool: Pool, page_table: Array, lengths: Array, dtype: Any) -> Rows:
-    """Gathers the keys and values of a layer's rows."""
+def gather_rows(
+    pool: Pool,
+    page_table: Array,
+    lengths: Array,
+    dtype: Any,
+    center: Float[Array, "*B K D"] | None = None,
+) -> Rows:
+    """Gathers the keys and values of a layer's rows.
+
+    `center` is what the stored keys lack (`Chunk.key_center`).
+    """
     k_pages, v_pages, page_table = pool.readable(page_table, dtype)
-    return Rows(
-        k=load(k_pages, page_table, lengths),
-        v=load(v_pages, page_table, lengths),
-        lengths=lengths,
-    )
+    k = load(k_pages, page_table, lengths)
+    rows = Rows(k=k, v=load(v_pages, page_table, lengths), lengths=lengths)
+    if center is None:
+        return rows
+    whole = (k + center[..., None, :]).astype(k.dtype)
+    return dataclasses.replace(rows, k=jnp.where(rows.live[..., None], whole, 0))
 
 
 def cut_layer(
@@ -69,7 +79,7 @@ def cut_layer(
     def cut(carry):
         pool, pages, lengths, _ = carry
         state = PolicyState(rows=cache.state.rows, pages=pages)
-        rows = gather_rows(pool, chunk.page_table, lengths, dtype)
+        rows = gather_rows(pool, chunk.page_table, lengths, dtype, chunk.key_center)
         keep = policy.survivors(state, chunk, rows, q)
         keep = rows.live & (keep | ~which[:, None, None])
         (pool, pages), lengths = compact((pool, pages), chunk.page_table, keep)
@@ -93,6 +103,7 @@ def cut_layers(
     page_table: Int[Array, "L B K M"],
     lengths: Int[Array, "L B K"],
     *,
+    centers: Float[Array, "L K D"] | None,
     windowed: Sequence[bool] = (),
     dtype: Any,
 ) -> tuple[Pool, PolicyState, Int[Array, "L B K"], Int[Array, " B"]]:
@@ -107,14 +118,16 @@ def cut_layers(
       state: the policy's state; arrays per row have a leading axis of layers.
       chunk: the properties of the step's tokens that all layers share.
       page_table, lengths: pages and slots in use of the rows of all layers.
+      centers: what the stored keys of each layer lack (`Chunk.key_center`).
       windowed: whether each layer keeps a window and is not cut; empty for none.
       dtype: see `cut_layer`.
     """
     if any(windowed):
         cut = np.flatnonzero(np.logical_not(windowed))
         own = dataclasses.replace(state, rows=state.rows.growing)
+        centers = None if centers is None else centers[cut]
         pool, own, shorter, reads = cut_layers(
-            policy, pool, own, chunk, page_table[cut], lengths[cut], dtype=dtype
+            policy, pool, own, chunk, page_table[cut], lengths[cut], centers=centers, dtype=dtype
         )
         rows = dataclasses.replace(state.rows, growing=own.rows)
         return pool, dataclasses.replace(own, rows=rows), lengths.at[cut].set(shorter), reads
@@ -131,17 +144,18 @@ def cut_layers(
     reads = jnp.where(due, lengths.sum(-1), 0).sum(0, dtype=jnp.int32)
     cache = LayerCache(pool, state)
     with jax.named_scope("cut_layers"):
-        cache, lengths = _cut_sharded(policy, cache, chunk, page_table, lengths, due, dtype=dtype)
+        given = chunk, page_table, lengths, due, centers
+        cache, lengths = _cut_sharded(policy, cache, *given, dtype=dtype)
     return cache.pool, cache.state, lengths, reads
 
 
 def _cut_sharded(
-    policy, cache, chunk, page_table, lengths, due, *, dtype
+    policy, cache, chunk, page_table, lengths, due, centers, *, dtype
 ) -> tuple[LayerCache, Array]:
     """Runs `_cut_due` per shard."""
     cut = functools.partial(_cut_due, dtype=dtype)
     if not sharding.has_mesh():
-        return cut(policy, cache, chunk, page_table, lengths, due)
+        return cut(policy, cache, chunk, page_table, lengths, due, centers)
     data, model = sharding.row_axes(*chunk.lengths.shape)
     chunk = split_heads(chunk, model)
     cache_specs = partition(cache, data, model)
@@ -150,13 +164,14 @@ def _cut_sharded(
     cache_specs = dataclasses.replace(cache_specs, state=dataclasses.replace(state, rows=of_layers))
     rows = PartitionSpec(None, *cache_spec(("sequences", "kv_heads"), data, model))
     sequences = PartitionSpec(None, *cache_spec(("sequences",), data, model))
+    heads = PartitionSpec(None, *cache_spec(("kv_heads",), data, model))
     mapped = jax.shard_map(
         functools.partial(cut, policy),
-        in_specs=(cache_specs, partition(chunk, data, model), rows, rows, sequences),
+        in_specs=(cache_specs, partition(chunk, data, model), rows, rows, sequences, heads),
         out_specs=(cache_specs, rows),
         check_vma=False,
     )
-    return mapped(cache, chunk, page_table, lengths, due)
+    return mapped(cache, chunk, page_table, lengths, due, centers)
 
 
 def _cut_due(
@@ -166,6 +181,7 @@ def _cut_due(
     page_table: Int[Array, "L B K M"],
     lengths: Int[Array, "L B K"],
     due: Bool[Array, "L B"],
+    centers: Float[Array, "L K D"] | None,
     *,
     dtype: Any,
 ) -> tuple[LayerCache, Int[Array, "L B K"]]:
@@ -192,7 +208,8 @@ def _cut_due(
             return x if x.ndim == 0 else x[place[1], None]
 
         used = jnp.where((pair < due.size)[:, None], take(lengths), 0)
-        rows = gather_rows(pool, take(page_table), used, dtype)
+        center = None if centers is None else centers.at[place[0]].get(mode="clip")
+        rows = gather_rows(pool, take(page_table), used, dtype, center)
         own = jax.tree.map(of_pairs, chunk)
         own = dataclasses.replace(
             own,

@@ -38,12 +38,21 @@ from dms_jax.model.layers import (
     product,
 )
 from dms_jax.model.rematerialisation import KEPT, Remat
-from dms_jax.model.rope import rope_frequencies, rope_tables, segment_positions
+from dms_jax.model.rope import (
+    apply_rope,
+    mean_rotation,
+    rope_frequencies,
+    rope_tables,
+    segment_positions,
+)
 from dms_jax.model.split_rows import Share, of_own_tokens
 from dms_jax.model.supervision import Supervision, supervise
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies.base import Policy, check_adapter
 from dms_jax.policies.values import AdapterShape, Chunk, Decisions, PolicyState, Static, Tokens
+
+# The first positions, over which the keys of an 8-bit cache are centred.
+CENTERED = 8192
 
 
 class Layer(nnx.Module):
@@ -419,7 +428,7 @@ class Transformer(nnx.Module):
 
         def body(carry, layer, index, role, rows):
             x, pool, page_state = carry
-            page_table, lengths, row_state, plan = rows
+            page_table, lengths, row_state, plan, center = rows
             projected = layer.projections(x, role.policy, in_line, numbers(index), own_adapters)
             own = dataclasses.replace(
                 shared,
@@ -428,6 +437,7 @@ class Transformer(nnx.Module):
                 plan=plan,
                 rotation=rotations[role.kind.rope],
                 sinks=layer.sinks,
+                key_center=center,
                 static=self._static(role.kind, cache.page_size),
             )
             attended = attend_cached(
@@ -456,7 +466,8 @@ class Transformer(nnx.Module):
         carry = (x, cache.pool, cache.page_state)
         one_step = tokens.shape[1] == 1 and not one_pass
         plan = plan_steps(cache, counts) if one_step else None
-        rows = (cache.page_table, cache.lengths, cache.row_state, plan)
+        centers = self.key_centers() if cache.pool.is_quantized else None
+        rows = (cache.page_table, cache.lengths, cache.row_state, plan, centers)
         # XLA copies a policy's per-slot state if two layers of a turn write it.
         if jax.tree.leaves(cache.page_state):
             block = 1
@@ -477,6 +488,7 @@ class Transformer(nnx.Module):
                 shared,
                 cache.page_table,
                 lengths,
+                centers=centers,
                 windowed=self.config.windowed,
                 dtype=x.dtype,
             )
@@ -494,6 +506,21 @@ class Transformer(nnx.Module):
             live=live,
             reads=reads,
         )
+
+    def key_centers(self) -> Float[Array, "L K D"] | None:
+        """Returns what a cache in 8 bits subtracts from each layer's keys; None for nothing.
+
+        A constant added to all keys of a head cancels in a softmax, but not beside sinks or in a
+        soft cap. Nor are biases what remains of keys after a norm.
+        """
+        config, bias = self.config, self.layers.attention.qkv_proj.bias
+        if bias is None or config.qk_norm or config.sinks or config.attention_soft_cap is not None:
+            return None
+        turns = [mean_rotation(kind.rope, config.head_dim, CENTERED) for kind in config.kinds]
+        keys = bias[..., -2, :]
+        layers = np.arange(len(keys)) % len(turns)
+        cos, sin = (jnp.asarray(np.stack(each)[layers]) for each in zip(*turns, strict=True))
+        return apply_rope(keys.astype(jnp.promote_types(keys.dtype, jnp.float32)), cos, sin)
 
     def _static(self, kind: LayerKind, page_size: int = 1) -> Static:
         """Returns the static properties of every chunk of a layer."""

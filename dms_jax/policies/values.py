@@ -112,6 +112,8 @@ class Chunk:
         with one more slot each; None to plan on demand.
       sinks: the layer's sink logit of each query head, which takes part in its softmax; None for
         none.
+      key_center: what a cache in 8 bits subtracts from the layer's rotated keys (`quantization`);
+        None for nothing.
       static: properties that are known when the program is traced.
     """
 
@@ -127,6 +129,7 @@ class Chunk:
     ends_prompt: Bool[Array, " B"] | None = struct.field(default=None, metadata=SEQUENCES)
     plan: DecodePlan | None = None
     sinks: Float[Array, "K G"] | None = struct.field(default=None, metadata=axes("kv_heads"))
+    key_center: Float[Array, "K D"] | None = struct.field(default=None, metadata=axes("kv_heads"))
     static: Static = struct.field(pytree_node=False, default=Static())
 
     @property

@@ -180,7 +180,9 @@ def run_and_compare(
         kv_dtype=row.kv_dtype,
         seed=seed,
     )
-    keys = [[stored_keys(row.policy, layer) for layer in layers] for layers in inputs]
+    keys = [
+        [stored_keys(row.policy, layer) - layer.key_center for layer in layers] for layers in inputs
+    ]
     after = functools.partial(slots_are_as_simulated, row, prompts, traces, keys)
     out = drive(row.policy, LENGTHS, cache, parts, run, after=after)
     for sequence, layers in enumerate(traces):

@@ -177,12 +177,13 @@ def _(policy: Merging, layer, prompt_length, page_size):
         decisions=logits > 0,
         importance=omega,
         stored=layer.stored,
+        center=layer.key_center,
         **merging(policy),
     )
 
 
 def stored_keys(policy: dms_jax.Policy, layer: LayerInput) -> np.ndarray:
-    """Returns the keys in the slots, by the ids of the trace."""
+    """Returns the keys that are read from the slots, by the ids of the trace."""
     if not isinstance(policy, Merging):
         return layer.rotated[1]
     # The merged key of the segment that ends at each token, rotated to that token.
@@ -194,7 +195,7 @@ def stored_keys(policy: dms_jax.Policy, layer: LayerInput) -> np.ndarray:
         for h in range(layer.k.shape[1])
     ]
     rotated = rope.rotate_tokens(np.stack(pooled, axis=1), layer.cos, layer.sin)
-    return layer.stored(dmc.without_neuron(rotated, neuron))
+    return layer.stored_keys(dmc.without_neuron(rotated, neuron))
 
 
 # -- one victim per step ---------------------------------------------------------------------------

@@ -38,7 +38,8 @@ def cut_in_passes(pairs: int):
     @jax.jit
     def cut(*arrays):
         with mock.patch.object(cutting, "MOST_NUMBERS", pairs * HEADS * PAGES * PAGE_SIZE * DIM):
-            return cut_layers(Counted(budget=BUDGET, interval=INTERVAL), *arrays, dtype=jnp.float32)
+            policy = Counted(budget=BUDGET, interval=INTERVAL)
+            return cut_layers(policy, *arrays, centers=None, dtype=jnp.float32)
 
     return cut
 

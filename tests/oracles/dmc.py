@@ -114,13 +114,14 @@ def simulate(
     importance=None,
     scale: float | None = None,
     stored: Callable[[np.ndarray], np.ndarray] = as_it_is,
+    center: np.ndarray | None = None,
 ) -> Trace:
     """Simulate over q [T, H, D], k, v [T, K, D] before rotation and cos, sin [T, D/2].
 
     decisions [T, K] (1 = merge) and importance [T, K] replace the neuron's; with neuron=None both
     must be given and nothing is zeroed. Live ids are the last token of each slot. Prompt and
     generated tokens are treated alike. `stored` returns vectors after a round trip through a cache
-    of few bits.
+    of few bits, which holds keys without `center` [K, D].
     """
     q, k, v = as_float64(q, k, v)
     scale = default_scale(q, scale)
@@ -131,6 +132,7 @@ def simulate(
         importance = importance_weights(q, kv_heads, neuron=neuron, offset=offset, epsilon=epsilon)
     queries = without_neuron(rotate_tokens(without_neuron(q, neuron), cos, sin), neuron)
     k = without_neuron(k, neuron)
+    center = np.zeros(k.shape[1:]) if center is None else center
     recorder = Recorder(query_heads)
     cache: list[list[Segment]] = [[] for _ in range(kv_heads)]
     for t in range(len(q)):
@@ -140,7 +142,8 @@ def simulate(
                 segments.append(Segment(window))
             segments[-1].add(t, k[t, head], v[t, head], float(importance[t][head]))
             rotated = [rotate(slot.key, cos[slot.last], sin[slot.last]) for slot in segments]
-            keys.append(stored(without_neuron(np.stack(rotated), neuron)))
+            rotated = without_neuron(np.stack(rotated), neuron) - center[head]
+            keys.append(stored(rotated) + center[head])
             values.append(stored(np.stack([slot.value for slot in segments])))
         group = query_heads // kv_heads
         output = [

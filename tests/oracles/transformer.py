@@ -13,6 +13,7 @@ Shapes: T tokens, E model dim, H query heads, K KV heads, D head dim, F feed-for
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -73,6 +74,21 @@ def unchanged(x: np.ndarray) -> np.ndarray:
     return x
 
 
+CENTERED = 8192  # positions
+
+
+def key_center(layer: Layer) -> np.ndarray:
+    """Returns the mean [K, D] of a layer's biases over the first positions, rotated to each."""
+    if layer.k.bias is None or layer.k_norm is not None:
+        return np.zeros(layer.k.kernel.shape[1:])
+    total = np.zeros_like(layer.k.bias)
+    for start in range(0, CENTERED, 64):
+        positions = np.arange(start, start + 64) * (layer.theta is not None)
+        turn = rope.angles(positions, total.shape[-1], layer.theta or 1.0)
+        total = total + rope.rotate_tokens(np.stack([layer.k.bias] * 64), *turn).sum(0)
+    return total / CENTERED
+
+
 @dataclasses.dataclass
 class LayerInput:
     """A policy's input in one layer: q [T, H, D], k, v [T, K, D] before rotation, after norms.
@@ -96,11 +112,20 @@ class LayerInput:
     weights: Layer | None = None
     epsilon: float = 0.0
 
+    @functools.cached_property
+    def key_center(self) -> np.ndarray:
+        """What a cache of few bits subtracts from rotated keys, [K, D]."""
+        return np.zeros(self.k.shape[1:]) if self.weights is None else key_center(self.weights)
+
+    def stored_keys(self, k: np.ndarray) -> np.ndarray:
+        """Returns rotated keys [T, K, D] as they are read back."""
+        return self.stored(k - self.key_center) + self.key_center
+
     @property
     def rotated(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rotated q, rotated k and v; k and v as stored."""
         turn = (self.cos, self.sin)
-        k = self.stored(rope.rotate_tokens(self.k, *turn))
+        k = self.stored_keys(rope.rotate_tokens(self.k, *turn))
         return rope.rotate_tokens(self.q, *turn), k, self.stored(self.v)
 
 

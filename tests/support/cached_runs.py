@@ -190,7 +190,14 @@ def run_layers(
     if one_step:
         state = PolicyState(rows=row_state, pages=page_state)
         pool, state, lengths, read_again = cut_layers(
-            policy, pool, state, shared, cache.page_table, lengths, dtype=out.dtype
+            policy,
+            pool,
+            state,
+            shared,
+            cache.page_table,
+            lengths,
+            centers=None,
+            dtype=out.dtype,
         )
         page_state, reads = state.pages, reads + read_again[:, None]
     cache = dataclasses.replace(

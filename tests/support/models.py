@@ -51,9 +51,13 @@ def random_model(
     *,
     adapter: AdapterShape | bool | None = None,
     seed: int = 0,
+    biases: float = 0.3,
     dtype: Any = jnp.float64,
 ) -> Transformer:
-    """Returns a model with large weights, so that attention is uneven and decisions vary."""
+    """Returns a model with large weights, so that attention is uneven and decisions vary.
+
+    `biases` is the standard deviation of biases.
+    """
     shapes = jax.eval_shape(
         lambda: Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
     )
@@ -65,7 +69,7 @@ def random_model(
         if "norm" in name:
             values = 1 + 0.2 * values
         elif "bias" in name:
-            values = 0.3 * values
+            values = biases * values
         elif "kernel" in name:
             inputs = leaf.shape[1:3] if "o_proj" in name else leaf.shape[1:2]
             values = 1.5 * values / np.sqrt(np.prod(inputs))
