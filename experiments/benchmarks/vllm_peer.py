@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
+import json
 import math
 import multiprocessing
 import os
@@ -462,13 +463,23 @@ def prompt_loads(config: Config) -> dict[str, Load]:
 
 
 def room(config: Config) -> dict[str, Any]:
-    """Returns lanes and a cache with room for every load of chats or prompts."""
+    """Returns lanes and a cache with room for every load of chats or prompts.
+
+    Raises:
+      ConfigError: a prompt and its token exceed the model's positions.
+    """
+    assert config.model is not None
+    positions = json.loads((config.model / "config.json").read_text())["max_position_embeddings"]
     tokens = [count * (CHAT + ANSWER + PAGE) for count in config.chats]
     tokens += [count * (length + PAGE) for count, length in config.prompts]
     longest = max(CHAT + ANSWER, *(length + 1 for _, length in config.prompts))
+    if longest > positions:
+        raise dms_jax.ConfigError(
+            f"--prompts: a prompt of {longest - 1:,} and its token exceed {positions:,} positions."
+        )
     model = shapes.config_of(config.shape)
     cache = latency.cache_bytes(model, batch=1, live_tokens=max(tokens))
-    return dict(cache=int(cache), longest=longest + PAGE)
+    return dict(cache=int(cache), longest=min(longest + PAGE, positions))
 
 
 def plain(config: Config, report: Report) -> None:

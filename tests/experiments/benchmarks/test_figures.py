@@ -300,16 +300,19 @@ def test_pictures_of_published_records_are_drawn(tmp_path):
 
 
 def peer_config(tmp_path, **options):
-    return vllm_peer.Config(shape="tiny", out=tmp_path / "peer.json", **options)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 3001}')
+    return vllm_peer.Config(model=tmp_path, shape="tiny", out=tmp_path / "peer.json", **options)
 
 
 def test_peer_cache_holds_chats_and_prompts(tmp_path):
     config = peer_config(tmp_path, chats=(1, 8), prompts=((2, 600), (1, 3000)))
     found = vllm_peer.room(config)
     bytes_a_token = 2 * 4 * 2 * 16  # keys and values of 4 heads in 2 layers' bfloat16
-    assert found == dict(cache=8 * (405 + 64) * bytes_a_token, longest=3001 + 64)
+    assert found == dict(cache=8 * (405 + 64) * bytes_a_token, longest=3001)
     longer = vllm_peer.room(dataclasses.replace(config, prompts=((2, 2000),)))
-    assert longer["cache"] == 2 * (2000 + 64) * bytes_a_token
+    assert longer == dict(cache=2 * (2000 + 64) * bytes_a_token, longest=2001 + 64)
+    with pytest.raises(dms_jax.ConfigError, match="3,001 and its token exceed 3,001 positions"):
+        vllm_peer.room(dataclasses.replace(config, prompts=((1, 3001),)))
 
 
 def test_drawn_dms_evicts_to_the_ratio(tmp_path):
