@@ -22,7 +22,6 @@ import numpy as np
 from dms_jax import policies
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.files import expanded, find, is_directory, read_json
-from dms_jax.checkpoint.low_rank import is_low_rank
 from dms_jax.checkpoint.weights import Tensors, Weights
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, ConfigError, plain
@@ -181,7 +180,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         name
         for name in weights.shapes
         if not (policy.retrofit.adapter and names.ADAPTER_MARK in name)
-        and not (low_rank is not None and is_low_rank(name))
+        and not (low_rank is not None and names.is_low_rank(name))
     ]
     if others:
         raise CheckpointError(

@@ -15,8 +15,7 @@ import numpy as np
 from dms_jax import executables, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import Contents, find_checkpoint, read_checkpoint
-from dms_jax.checkpoint.load_parameters import load_head, load_parameters
-from dms_jax.checkpoint.low_rank import attach_factors, read_factors
+from dms_jax.checkpoint.load_parameters import load_head, load_parameters, read_factors
 from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
@@ -91,7 +90,8 @@ def load(
     )
     source = os.path.abspath(place)
     if found is not None and found.low_rank is not None:
-        transformer = attach_factors(transformer, found.low_rank, found.weights, mesh)
+        factors = read_factors(transformer, found.low_rank, found.weights, mesh)
+        transformer = low_rank.add_factors(transformer, found.low_rank, factors)
         if merge:
             transformer, source = low_rank.merge(transformer), None
     return LanguageModel(
@@ -135,8 +135,8 @@ def _load_adapter(model: LanguageModel, base: Contents, path: str | pathlib.Path
     if shape is not None:
         arrays |= load_head(base.config, weights, shape)
     if adapter.low_rank is not None:
-        arrays |= read_factors(model.transformer, adapter.low_rank, adapter.weights)
-    return AdapterWeights(policy, shape, adapter.low_rank, arrays)
+        arrays |= read_factors(model.transformer, adapter.low_rank, adapter.weights, None)
+    return AdapterWeights(policy, shape, adapter.low_rank, jax.device_get(arrays))
 
 
 def _start_device() -> None:

@@ -9,14 +9,12 @@ one. With several processes, all call `save`; they gather the tensors and the fi
 """
 
 import contextlib
-import itertools
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from dms_jax import processes
 from dms_jax.checkpoint import names
@@ -29,7 +27,6 @@ from dms_jax.checkpoint.adapter import (
 from dms_jax.checkpoint.atomic_replace import ADAPTER, CHECKPOINT, atomic_replace
 from dms_jax.checkpoint.contents import read_checkpoint
 from dms_jax.checkpoint.files import expanded, read_json
-from dms_jax.checkpoint.low_rank import low_rank_tensors
 from dms_jax.checkpoint.policy_fields import policy_to_hf
 from dms_jax.checkpoint.tensor_files import (
     Tensors,
@@ -111,8 +108,8 @@ def save(
             f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
             f"loads the checkpoint would evict at random. {LEARN_FIRST}"
         )
-    flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
-    tensors = tensors_of({path: param.get_value() for path, param in flat}, model.config)
+    arrays = low_rank.arrays_of(low_rank.merge(model.transformer))
+    tensors = tensors_of(arrays, model.config)
     config = _config(model, policy)
     with _written_by_first(target, tensors) as first:
         if first:
@@ -173,17 +170,15 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
             "one, all its weights were trained, or low-rank updates were merged into them. Save "
             "the whole model (adapter_only=False), or save the base first and load that"
         )
-    adapter: dict[names.Path, Any] = {}
-    if policy.retrofit.adapter:
-        state = nnx.state(low_rank.drop_factors(transformer), nnx.Param)
-        pieces_of = names.pieces_of(transformer.config)
-        adapter = {
-            path: param.get_value()
-            for path, param in nnx.to_flat_state(state)
-            if names.is_adapter(pieces_of[path])
-        }
-    tensors = itertools.chain(
-        low_rank_tensors(transformer), tensors_of(adapter, transformer.config)
+    pieces_of = names.pieces_of(transformer.config)
+    tensors = tensors_of(
+        {
+            path: array
+            for path, array in low_rank.arrays_of(transformer).items()
+            if low_rank.is_factor(path)
+            or (policy.retrofit.adapter and names.is_adapter(pieces_of[path]))
+        },
+        transformer.config,
     )
     with _written_by_first(target, tensors) as first:
         if first:
