@@ -41,7 +41,6 @@ from dms_jax.errors import CheckpointError, ConfigError, plain
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy, as_policy
-from dms_jax.policies.base import LEARN_FIRST, check_adapter
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -86,28 +85,10 @@ def save(
             f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"
         )
     target = pathlib.Path(os.path.realpath(expanded(path)))
-    check_adapter(policy, model.transformer.adapter_shape)
-    if model.policy.retrofit.borrowed_neurons not in (None, policy.retrofit.borrowed_neurons):
-        raise ConfigError(
-            f"this model was made for {model.policy}, whose decision neurons must "
-            f"take no part in attention; saved for {policy} it would use them. Save it with its "
-            "own policy"
-        )
-    trained, asked = model.policy.retrofit.decisions, policy.retrofit.decisions
-    if trained is not None and asked is not None and trained != asked:
-        raise ConfigError(
-            f"this model was made for {model.policy}: its decisions mean {trained}; saved for "
-            f"{policy} they would be read as {asked}. Save it with its own policy"
-        )
     if check("adapter_only", adapter_only, bool):
         _save_adapter(model, policy, target)
         return
-    borrows = policy.retrofit.borrowed_neurons is not None
-    if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
-        raise ConfigError(
-            f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict at random. {LEARN_FIRST}"
-        )
+    policy = model.resolve_policy(policy)
     arrays = low_rank.arrays_of(low_rank.merge(model.transformer))
     tensors = tensors_of(arrays, model.config)
     config = _config(model, policy)
@@ -157,13 +138,14 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
     """
     transformer = model.transformer
     updates = low_rank.low_rank_of(transformer)
-    if not policy.retrofit.adapter and updates is None:
-        raise ConfigError(f"{policy} has no adapter to save alone; save the whole model")
     if policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
             f"{policy} decides in neurons of the base, which an adapter does not hold; save the "
             "whole model"
         )
+    policy = model.resolve_policy(policy)
+    if not policy.retrofit.adapter and updates is None:
+        raise ConfigError(f"{policy} has no adapter to save alone; save the whole model")
     if model.source is None:
         raise CheckpointError(
             "the other weights of this model are not those of a checkpoint: it was not loaded from "

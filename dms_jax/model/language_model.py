@@ -151,7 +151,7 @@ class LanguageModel:
         return dataclasses.replace(self, transformer=transformer)
 
     def resolve_policy(self, policy: Policy | str | None) -> Policy:
-        """Returns the policy to run: the given one (or its name), or the checkpoint's.
+        """Returns the policy to run or to save: the given one (or its name), or the checkpoint's.
 
         Raises:
           ConfigError: the model cannot run the policy, was not trained for it, or was trained for
@@ -163,8 +163,8 @@ class LanguageModel:
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
-                f"This checkpoint was trained for {self.policy}, and {policy} would misread its "
-                "decisions. Leave the policy out, to run the checkpoint with its own."
+                f"This checkpoint was trained for {self.policy}: its decisions mean {trained}, and "
+                f"for {policy} they would be read as {asked}. Give its own policy, or none."
             )
         self._check_borrowed_neurons(policy)
         return policy
@@ -178,8 +178,8 @@ class LanguageModel:
         if declared is not None:
             raise ConfigError(
                 f"This checkpoint was made for {self.policy}, whose decision neurons "
-                f"must take no part in attention; {policy} would use them. Run it with its "
-                "own policy (a window beyond the sequence's length evicts nothing)."
+                f"must take no part in attention; {policy} would use them. Give its own policy, "
+                "or none (a window beyond the sequence's length evicts nothing)."
             )
         if not self.untrained:
             raise ConfigError(

@@ -180,11 +180,6 @@ def is_factor(path: Path) -> bool:
     return path[-1] in _MARKS
 
 
-def factors_of(transformer: Transformer) -> dict[Path, jax.Array]:
-    """Returns the factors that a transformer has."""
-    return {path: array for path, array in arrays_of(transformer).items() if is_factor(path)}
-
-
 def factor_parameters(transformer: Transformer, low_rank: LowRank) -> dict[Path, nnx.Param]:
     """Returns the factors of such updates as abstract parameters, with shapes and axes."""
     wide = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
