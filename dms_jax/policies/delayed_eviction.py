@@ -26,7 +26,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dms_jax.policies.base import Policy, hard_marks
 from dms_jax.policies.values import (
@@ -101,11 +101,11 @@ class DelayedEviction(Policy):
         slots = _inherit_slots(reuse, live - 1, entry // 2, size)
 
         # A token whose own successor (W later) reuses its slot is gone by the end of the chunk.
-        gone = _shift_left(reuse, size)
+        gone = shift_left(reuse, size)
         placement = Placement(
             slots=jnp.where(valid & ~gone, slots, NOT_STORED),
             live=live,
-            evicted=_shift_left(marks, shift),
+            evicted=shift_left(marks, shift),
             past_until=self._past_until(ring, marks, chunk),
         )
         ring = self._advance(ring, slots, marks, chunk)
@@ -113,7 +113,7 @@ class DelayedEviction(Policy):
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
         """Returns whether each key j is evicted, which token j + shift decides."""
-        return _shift_left(hard_marks(chunk.decisions), self.mark_shift)
+        return shift_left(hard_marks(chunk.decisions), self.mark_shift)
 
     def rows_at(
         self, rows, slots: Int[Array, "*rows W"], evicted: Bool[Array, "*rows W"], seen: int
@@ -186,11 +186,11 @@ class DelayedEviction(Policy):
             ring = entries_at(index, keep, lambda old: old + late_marks)
         own = jnp.arange(num_tokens)[None]
         keep = (own < end) & (own >= end - size)
-        return entries_at(own, keep, lambda _: 2 * slots + _shift_left(marks, shift))
+        return entries_at(own, keep, lambda _: 2 * slots + shift_left(marks, shift))
 
 
-def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
-    """Moves entry i + by to i, and fills with False.
+def shift_left(x: Shaped[Array, "B K T"], by: int) -> Shaped[Array, "B K T"]:
+    """Moves entry i + by to i, and fills with zeros.
 
     # by=1  In: [1, 0, 1]  Out: [0, 1, 0]
     """

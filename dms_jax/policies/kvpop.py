@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Whole, require
 from dms_jax.policies.budget import highest
+from dms_jax.policies.delayed_eviction import shift_left
 from dms_jax.policies.importance import predicted
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import (
@@ -108,9 +109,7 @@ class KVpop(VictimEviction):
         """Returns the score of each key as it leaves the window."""
         assert decisions.importance is not None
         assert decisions.late is not None
-        late = decisions.late
-        moved = jnp.pad(late[..., self.window :], ((0, 0), (0, 0), (0, self.window)))
-        return decisions.importance + moved[..., : late.shape[-1]]
+        return decisions.importance + shift_left(decisions.late, self.window)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
         """Returns no victim, an empty window and zero scores."""
