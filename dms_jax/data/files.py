@@ -15,7 +15,8 @@ import tempfile
 import zlib
 from typing import Any
 
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import DataError
+from dms_jax.extras import import_extra
 
 _ROWS_AT_A_TIME = 1024
 
@@ -63,15 +64,10 @@ def open_table(path: pathlib.Path) -> Any:
       ConfigError: pyarrow is not installed.
       DataError: the file is missing or damaged.
     """
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"Reading {path} needs pyarrow (Parquet and saved datasets): "
-            "pip install 'dms-jax[data]'."
-        ) from error
+    pyarrow, *_ = (
+        import_extra(module, extra="data", purpose=f"Reading {path}")
+        for module in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet")
+    )
     try:
         if path.suffix == ".parquet":
             return _table_of_copy(pyarrow, path)
