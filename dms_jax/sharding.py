@@ -246,6 +246,11 @@ def in_shards(name: str) -> bool:
     return name in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def free_axes() -> set[str]:
+    """Returns the axes of the context's mesh that no enclosing `shard_map` splits."""
+    return {name for name in jax.sharding.get_abstract_mesh().axis_names if not in_shards(name)}
+
+
 def shard_axes() -> tuple[str, ...]:
     """Returns the axes over which training is split, inside `shard_map` over them."""
     return tuple(name for name in (DATA, SEQUENCE) if in_shards(name))

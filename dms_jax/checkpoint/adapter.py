@@ -13,7 +13,6 @@ format nor on the dtype in which the base is loaded.
 import collections
 import dataclasses
 import hashlib
-import os
 import pathlib
 from typing import Any
 
@@ -136,9 +135,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     Raises:
         CheckpointError: the directory holds no adapter, or a damaged one.
     """
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
-    directory = expanded(path)
+    directory = expanded(path, "the path of an adapter must be a directory")
     if not is_directory(directory):
         raise CheckpointError(f"there is no directory {directory} of an adapter")
     fields = read_json(directory, ADAPTER_CONFIG)

@@ -37,7 +37,7 @@ from dms_jax.checkpoint.tensor_files import (
     write_tensors,
 )
 from dms_jax.checks import check
-from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy, as_policy
@@ -80,11 +80,8 @@ def save(
     """
     check_model(model)
     policy = as_policy(policy)
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(
-            f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"
-        )
-    target = pathlib.Path(os.path.realpath(expanded(path)))
+    what = "the path to write a checkpoint to must be a directory"
+    target = pathlib.Path(os.path.realpath(expanded(path, what)))
     if check("adapter_only", adapter_only, bool):
         _save_adapter(model, policy, target)
         return

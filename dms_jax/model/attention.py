@@ -275,11 +275,7 @@ def _sharded_attention(
             *(PartitionSpec(), PartitionSpec(model)),
         ),
         out_specs=heads,
-        axis_names={
-            name
-            for name in jax.sharding.get_abstract_mesh().axis_names
-            if not sharding.in_shards(name)
-        },
+        axis_names=sharding.free_axes(),
         check_vma=False,
     )
     return mapped(q, k, v, bias, segment_ids, starts, sinks)
