@@ -37,6 +37,8 @@ from dms_jax.policies.values import (
     Footprint,
     Placement,
     PolicyState,
+    base_rows,
+    with_base_rows,
 )
 
 # Row state: the last W tokens of each row, each as 2 * slot + marked (one array needs one gather
@@ -79,7 +81,7 @@ class DelayedEviction(Policy):
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives each token the slot of the marked token that it pushes out, or a new one."""
-        ring = self.ring_of(state.rows)
+        ring = base_rows(state.rows)
         size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
         valid = chunk.valid
         num_tokens = valid.shape[-1]
@@ -109,7 +111,7 @@ class DelayedEviction(Policy):
             past_until=self._past_until(ring, marks, chunk),
         )
         ring = self._advance(ring, slots, marks, chunk)
-        return dataclasses.replace(state, rows=self.with_ring(state.rows, ring)), placement
+        return dataclasses.replace(state, rows=with_base_rows(state.rows, ring)), placement
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
         """Returns whether each key j is evicted, which token j + shift decides."""
@@ -127,17 +129,7 @@ class DelayedEviction(Policy):
           seen: length of the sequence, at least W.
         """
         entries = (2 * slots + evicted).astype(jnp.int32)
-        return self.with_ring(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
-
-    # Policies with more row state than the ring (DMC) override these two.
-    def ring_of(self, rows) -> Ring:
-        """Returns the ring within the policy's row state."""
-        return rows
-
-    def with_ring(self, rows, ring: Ring):
-        """Returns the row state with its ring replaced."""
-        del rows
-        return ring
+        return with_base_rows(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
 
     def _past_until(self, ring: Ring, marks, chunk: Chunk) -> Int[Array, "B K S"]:
         """Returns the last query of the chunk that sees each earlier slot."""

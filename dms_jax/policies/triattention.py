@@ -126,7 +126,7 @@ class TriAttention(AnswerEviction):
 
     def due(self, state, lengths, chunk) -> Bool[Array, " B"]:
         """Returns whether the number of tokens is a multiple of the interval, and rows are full."""
-        budget, prompt = self.layer_budget(chunk)[:, 0], state.rows.prompt[:, 0]
+        budget, prompt = self.layer_budget(chunk)[:, 0], state.rows.base[:, 0]
         full = holds(lengths, budget + (0 if self.counts_prompt else prompt), chunk)
         return full & (prompt < budget) & ((chunk.newest + 1) % self.interval == 0)
 
@@ -139,7 +139,7 @@ class TriAttention(AnswerEviction):
         distances = 2 ** np.arange(self.furthest.bit_length())
         cos, sin = mean_rotation(chunk, 1 + distances, wide)
         factor = jnp.hypot(*last_rotation(chunk, wide))
-        may_go = rows.live & (jnp.arange(keys.shape[2]) >= state.rows.prompt[..., None])
+        may_go = rows.live & (jnp.arange(keys.shape[2]) >= state.rows.base[..., None])
 
         def of_head(centre: Centres) -> Float[Array, "B K S"]:
             spread = factor * (centre.norm - jnp.hypot(*_planes(centre.mean)))
