@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
 from dms_jax import compilation, sharding
 from dms_jax.checkpoint import names
@@ -23,6 +22,7 @@ from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model import low_rank
 from dms_jax.model.low_rank import LowRank
+from dms_jax.model.parameters import Path, parameters_of, place_of, with_arrays
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies.values import AdapterShape
 
@@ -56,44 +56,40 @@ def load_parameters(
     Raises:
         CheckpointError: the tensors do not fit the config, or cannot be read.
     """
-    graph, parameters, pieces_of = _checked(config, weights, adapter)
-    filled = []
+    abstract, pieces_of = _checked(config, weights, adapter)
+    parameters, arrays = parameters_of(abstract), {}
     with compilation.counted(len(parameters), "Loading", "array") as count:
         for path, param in parameters.items():
-            shape, place = param.get_value().shape, None
-            if mesh is not None:
-                place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), shape, rules)
-            value = read_parameter(
+            arrays[path] = read_parameter(
                 weights,
                 pieces_of[path],
-                shape,
+                param.get_value().shape,
                 dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
-                place=place,
+                place=place_of(param, mesh, rules),
             )
-            filled.append((path, param.replace(value)))
             count()
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return with_arrays(abstract, arrays)
 
 
 def load_head(
     config: ModelConfig, weights: Tensors, adapter: AdapterShape
-) -> dict[names.Path, jax.Array]:
+) -> dict[Path, jax.Array]:
     """Reads only the parameters of the DMS adapter, in the dtypes of the files.
 
     Raises:
         CheckpointError: as for `load_parameters`; all tensors are checked.
     """
-    _, parameters, pieces_of = _checked(config, weights, adapter)
+    abstract, pieces_of = _checked(config, weights, adapter)
     return {
         path: read_parameter(weights, pieces_of[path], param.get_value().shape)
-        for path, param in parameters.items()
+        for path, param in parameters_of(abstract).items()
         if names.is_adapter(pieces_of[path])
     }
 
 
 def read_factors(
     transformer: Transformer, size: LowRank, weights: Tensors, mesh: jax.sharding.Mesh | None
-) -> dict[names.Path, jax.Array]:
+) -> dict[Path, jax.Array]:
     """Reads the factors of a file for a transformer, in the file's type.
 
     Raises:
@@ -114,33 +110,29 @@ def read_factors(
             f"the low-rank updates do not fit rank {size.rank} and the base: "
             f"{', '.join(wrong[:5])}; copy the adapter again"
         )
-    arrays = {}
-    for path, param in factors.items():
-        shape, place = param.get_value().shape, None
-        if mesh is not None:
-            place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), shape)
-        arrays[path] = read_parameter(weights, pieces_of[path], shape, place=place)
-    return arrays
+    return {
+        path: read_parameter(
+            weights, pieces_of[path], param.get_value().shape, place=place_of(param, mesh)
+        )
+        for path, param in factors.items()
+    }
 
 
 def _checked(
     config: ModelConfig, weights: Tensors, adapter: AdapterShape | None
-) -> tuple[nnx.GraphDef, dict[names.Path, nnx.Param], names.Pieces]:
-    """Returns the graph, the abstract parameters and their tensors; checks these against the file.
+) -> tuple[Transformer, names.Pieces]:
+    """Returns the abstract transformer and its tensors; checks these against the file.
 
     Raises:
         CheckpointError: the tensors do not fit the config.
     """
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
-    )
-    parameters = dict(nnx.to_flat_state(state))
+    abstract = low_rank.skeleton(config, adapter=adapter, low_rank=None)
     pieces_of = names.pieces_of(config, any(".experts.0." in name for name in weights.shapes))
     expected: dict[str, tuple[int, ...]] = {}
-    for path, param in parameters.items():
+    for path, param in parameters_of(abstract).items():
         expected |= names.tensor_shapes(pieces_of[path], param.get_value().shape)
     _check(config, weights, expected)
-    return graph, parameters, pieces_of
+    return abstract, pieces_of
 
 
 def _check(config: ModelConfig, weights: Tensors, expected: dict[str, tuple[int, ...]]) -> None:

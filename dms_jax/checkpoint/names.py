@@ -18,14 +18,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from dms_jax.config import ModelConfig
+from dms_jax.model.parameters import Path
 from dms_jax.policies.values import AdapterShape
-
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.model.parameters import arrays_of
 from dms_jax.policies import Policy, as_policy
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -86,7 +87,7 @@ def save(
         _save_adapter(model, policy, target)
         return
     policy = model.resolve_policy(policy)
-    arrays = low_rank.arrays_of(low_rank.merge(model.transformer))
+    arrays = arrays_of(low_rank.merge(model.transformer))
     tensors = tensors_of(arrays, model.config)
     config = _config(model, policy)
     with _written_by_first(target, tensors) as first:
@@ -153,7 +154,7 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
     tensors = tensors_of(
         {
             path: array
-            for path, array in low_rank.arrays_of(transformer).items()
+            for path, array in arrays_of(transformer).items()
             if low_rank.is_factor(path)
             or (policy.retrofit.adapter and names.is_adapter(pieces_of[path]))
         },

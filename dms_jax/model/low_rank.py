@@ -25,10 +25,9 @@ from jaxtyping import Array, Float
 from dms_jax.checks import Count, Options, Positive
 from dms_jax.config import ModelConfig
 from dms_jax.model.layers import Linear, Stack
+from dms_jax.model.parameters import Path, arrays_of, parameters_of, with_arrays
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies.values import AdapterShape
-
-Path = tuple[Any, ...]
 
 _MARKS = ("lora_a", "lora_b")
 
@@ -189,7 +188,7 @@ def factor_parameters(transformer: Transformer, low_rank: LowRank) -> dict[Path,
     abstract = skeleton(
         transformer.config, adapter=transformer.adapter_shape, low_rank=low_rank, dtype=wide
     )
-    return {path: param for path, param in _flat(abstract).items() if is_factor(path)}
+    return {path: param for path, param in parameters_of(abstract).items() if is_factor(path)}
 
 
 def initial_factors(
@@ -245,20 +244,9 @@ def _add(kernel: jax.Array, update: jax.Array) -> jax.Array:
     return jax.device_put(merged, kernel.sharding)
 
 
-def _flat(transformer: Transformer) -> dict[Path, Any]:
-    return dict(nnx.to_flat_state(nnx.state(transformer, nnx.Param)))
-
-
-def arrays_of(transformer: Transformer) -> dict[Path, jax.Array]:
-    """Returns the parameters by path."""
-    return {path: param.get_value() for path, param in _flat(transformer).items()}
-
-
 def _filled(
     transformer: Transformer, low_rank: LowRank | None, arrays: Mapping[Path, jax.Array]
 ) -> Transformer:
     """Returns a transformer of the same shape with such updates and these arrays."""
     abstract = skeleton(transformer.config, adapter=transformer.adapter_shape, low_rank=low_rank)
-    graph, state = nnx.split(abstract)
-    filled = [(path, param.replace(arrays[path])) for path, param in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return with_arrays(abstract, arrays)
