@@ -189,7 +189,7 @@ def _joined(axes: Sequence[str]) -> Axes | None:
 
 
 def parameter_sharding(
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     axes: tuple[str, ...],
     shape: tuple[int, ...],
     rules: Rules = DECODING_RULES,
