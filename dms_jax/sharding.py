@@ -189,7 +189,7 @@ def _joined(axes: Sequence[str]) -> Axes | None:
 
 
 def parameter_sharding(
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     axes: tuple[str, ...],
     shape: tuple[int, ...],
     rules: Rules = DECODING_RULES,
@@ -244,6 +244,11 @@ def together(*each: Axes | None) -> tuple[str, ...]:
 def in_shards(name: str) -> bool:
     """Whether the code runs inside `shard_map` over a mesh axis."""
     return name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def free_axes() -> set[str]:
+    """Returns the axes of the context's mesh that no enclosing `shard_map` splits."""
+    return {name for name in jax.sharding.get_abstract_mesh().axis_names if not in_shards(name)}
 
 
 def shard_axes() -> tuple[str, ...]:

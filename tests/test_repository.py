@@ -32,7 +32,7 @@ LARGEST_WHEEL = 3_000_000  # bytes
 # `pallas_kernels`; modules on one line may not import each other.
 IMPORT_ORDER = """
 errors
-checks differences file_lock terminal
+checks differences extras file_lock terminal
 assets compilation config_checks devices helper_process json_text processes ranking
 config executables sharding
 cache interrupts

@@ -13,7 +13,6 @@ format nor on the dtype in which the base is loaded.
 import collections
 import dataclasses
 import hashlib
-import os
 import pathlib
 from typing import Any
 
@@ -22,7 +21,6 @@ import numpy as np
 from dms_jax import policies
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.files import expanded, find, is_directory, read_json
-from dms_jax.checkpoint.low_rank import is_low_rank
 from dms_jax.checkpoint.weights import Tensors, Weights
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, ConfigError, plain
@@ -137,9 +135,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     Raises:
         CheckpointError: the directory holds no adapter, or a damaged one.
     """
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(f"the path of an adapter must be a directory: {plain(repr(path))}")
-    directory = expanded(path)
+    directory = expanded(path, "the path of an adapter must be a directory")
     if not is_directory(directory):
         raise CheckpointError(f"there is no directory {directory} of an adapter")
     fields = read_json(directory, ADAPTER_CONFIG)
@@ -181,7 +177,7 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
         name
         for name in weights.shapes
         if not (policy.retrofit.adapter and names.ADAPTER_MARK in name)
-        and not (low_rank is not None and is_low_rank(name))
+        and not (low_rank is not None and names.is_low_rank(name))
     ]
     if others:
         raise CheckpointError(

@@ -36,6 +36,24 @@ QWEN_WORDS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """A pre-tokenizer, which splits text into words; bytes are merged within words.
+
+    Attributes:
+        cuts: regular expressions; each splits the parts made by the previous ones. Without any, the
+            words are those of GPT-2.
+        whole: whether a word that is a token is used directly, without merges.
+        begin: whether a text begins with the begin token by default.
+        nfc: whether text is normalized to Unicode's NFC first.
+    """
+
+    cuts: tuple[str, ...]
+    whole: bool = False
+    begin: bool = False
+    nfc: bool = False
+
+
 @contextlib.contextmanager
 def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
     """Convert the exceptions of the tokenizers library into one of our errors.
@@ -93,10 +111,40 @@ def read_backend(directory: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     return backend
 
 
-def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
-    """Choose the pre-tokenizer of a vocabulary: "qwen" or "gpt2"."""
+def byte_level(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    words: Words,
+    *,
+    prefix: bool = False,
+) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges the bytes of words by pairs.
+
+    Args:
+        vocabulary: token to id.
+        merges: the pairs, those that are merged first in front.
+        words: how text is split into words.
+        prefix: whether a space is put before a text.
+    """
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words.whole)
+    backend = tokenizers.Tokenizer(model)
+    if words.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in words.cuts),
+            pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not words.cuts),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> Words:
+    """Choose how text is split into words for a vocabulary."""
     stem = class_of(directory, config)
-    words = {"qwen2": "qwen", "gpt2": "gpt2"}
+    words = {"qwen2": Words((QWEN_WORDS,), nfc=True), "gpt2": Words(())}
     if stem not in words:
         raise CheckpointError(
             f"vocab.json and merges.txt of tokenizer_class {plain(repr(stem))} are not served "
@@ -106,7 +154,7 @@ def _words(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
 
 
 def _byte_level(
-    vocabulary: dict[str, Any], merges: str, words: str, prefix: bool
+    vocabulary: dict[str, Any], merges: str, words: Words, prefix: bool
 ) -> tokenizers.Tokenizer:
     pairs = []
     for number, line in enumerate(merges.removesuffix("\n").split("\n"), start=1):
@@ -120,18 +168,4 @@ def _byte_level(
             )
         pairs.append(pair)
     with library_errors(CheckpointError, "vocab.json and merges.txt cannot be read as a tokenizer"):
-        model = models.BPE(vocab=vocabulary, merges=pairs)
-    backend = tokenizers.Tokenizer(model)
-    if words == "qwen":
-        backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
-            ]
-        )
-    else:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    return backend
+        return byte_level(vocabulary, pairs, words, prefix=prefix)

@@ -4,7 +4,6 @@ Everything but the tensors is read at once; the tensors are read when a model is
 """
 
 import dataclasses
-import os
 import pathlib
 import re
 import warnings
@@ -112,12 +111,8 @@ def _read_gguf(path: pathlib.Path) -> Contents:
 
 def find_checkpoint(path: str | pathlib.Path) -> pathlib.Path:
     """Finds the local directory or GGUF file of a checkpoint; downloads a hub model."""
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(
-            "the path of a checkpoint must be a directory, a GGUF file or a hub id: "
-            f"{plain(repr(path))}"
-        )
-    directory = expanded(path)
+    what = "the path of a checkpoint must be a directory, a GGUF file or a hub id"
+    directory = expanded(path, what)
     if is_directory(directory):
         return directory
     from dms_jax.checkpoint import gguf

@@ -8,12 +8,18 @@ from typing import Any
 from dms_jax.errors import CheckpointError, plain
 
 
-def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
+def expanded(path: Any, what: str) -> pathlib.Path:
     """Expands `~` in a caller's path.
+
+    Args:
+        path: the path.
+        what: what it is and must be, for the message.
 
     Raises:
         CheckpointError: the path is invalid.
     """
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(f"{what}: {plain(repr(path))}")
     try:
         os.fsencode(path)
         if "\0" in os.fspath(path):

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
 from dms_jax import compilation, sharding
 from dms_jax.checkpoint import names
 from dms_jax.checkpoint.weights import Tensors
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError, plain
+from dms_jax.model import low_rank
+from dms_jax.model.low_rank import LowRank
+from dms_jax.model.parameters import Path, parameters_of, place_of, with_arrays
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies.values import AdapterShape
 
@@ -54,65 +56,87 @@ def load_parameters(
     Raises:
         CheckpointError: the tensors do not fit the config, or cannot be read.
     """
-    abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
-    parameters = dict(nnx.to_flat_state(state))
-    pieces_of = _pieces(config, weights)
-    _check(config, weights, {path: param.get_value() for path, param in parameters.items()})
-    filled = []
+    abstract, pieces_of = _checked(config, weights, adapter)
+    parameters, arrays = parameters_of(abstract), {}
     with compilation.counted(len(parameters), "Loading", "array") as count:
         for path, param in parameters.items():
-            value = _read_parameter(
+            arrays[path] = read_parameter(
                 weights,
                 pieces_of[path],
                 param.get_value().shape,
                 dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
-                place=None
-                if mesh is None
-                else sharding.parameter_sharding(
-                    mesh, param.get_metadata("axes"), param.get_value().shape, rules
-                ),
+                place=place_of(param, mesh, rules),
             )
-            filled.append((path, param.replace(value)))
             count()
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return with_arrays(abstract, arrays)
 
 
 def load_head(
     config: ModelConfig, weights: Tensors, adapter: AdapterShape
-) -> dict[names.Path, jax.Array]:
+) -> dict[Path, jax.Array]:
     """Reads only the parameters of the DMS adapter, in the dtypes of the files.
 
     Raises:
         CheckpointError: as for `load_parameters`; all tensors are checked.
     """
-    abstract = nnx.eval_shape(lambda: Transformer(config, adapter=adapter, rngs=nnx.Rngs(0)))
-    state = nnx.to_flat_state(nnx.state(abstract))
-    shapes = {path: param.get_value() for path, param in state}
-    _check(config, weights, shapes)
-    pieces_of = _pieces(config, weights)
+    abstract, pieces_of = _checked(config, weights, adapter)
     return {
-        path: _read_parameter(weights, pieces_of[path], value.shape, dtype=None, place=None)
-        for path, value in shapes.items()
+        path: read_parameter(weights, pieces_of[path], param.get_value().shape)
+        for path, param in parameters_of(abstract).items()
         if names.is_adapter(pieces_of[path])
     }
 
 
-def _pieces(config: ModelConfig, weights: Tensors) -> names.Pieces:
-    """Returns the tensors of all possible parameters, as the checkpoint has them."""
-    return names.pieces_of(config, any(".experts.0." in name for name in weights.shapes))
+def read_factors(
+    transformer: Transformer, size: LowRank, weights: Tensors, mesh: jax.sharding.Mesh | None
+) -> dict[Path, jax.Array]:
+    """Reads the factors of a file for a transformer, in the file's type.
+
+    Raises:
+        CheckpointError: the tensors are not those of such updates of this transformer.
+    """
+    factors = low_rank.factor_parameters(transformer, size)
+    pieces_of, shapes = names.pieces_of(transformer.config), {}
+    for path, param in factors.items():
+        shapes |= names.tensor_shapes(pieces_of[path], param.get_value().shape)
+    found = {name: shape for name, shape in weights.shapes.items() if names.is_low_rank(name)}
+    wrong = [
+        f"{plain(name)} ({found.get(name, 'missing')}, expected {shapes.get(name, 'nothing')})"
+        for name in sorted(shapes.keys() | found.keys())
+        if found.get(name) != shapes.get(name)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the low-rank updates do not fit rank {size.rank} and the base: "
+            f"{', '.join(wrong[:5])}; copy the adapter again"
+        )
+    return {
+        path: read_parameter(
+            weights, pieces_of[path], param.get_value().shape, place=place_of(param, mesh)
+        )
+        for path, param in factors.items()
+    }
 
 
-def _check(config: ModelConfig, weights: Tensors, parameters: dict[Any, Any]) -> None:
-    """Raises a single error that names all missing, unexpected and mis-shaped tensors."""
+def _checked(
+    config: ModelConfig, weights: Tensors, adapter: AdapterShape | None
+) -> tuple[Transformer, names.Pieces]:
+    """Returns the abstract transformer and its tensors; checks these against the file.
+
+    Raises:
+        CheckpointError: the tensors do not fit the config.
+    """
+    abstract = low_rank.skeleton(config, adapter=adapter, low_rank=None)
+    pieces_of = names.pieces_of(config, any(".experts.0." in name for name in weights.shapes))
     expected: dict[str, tuple[int, ...]] = {}
-    pieces_of = _pieces(config, weights)
-    for path, value in parameters.items():
-        for piece in pieces_of[path]:
-            layout = piece.layout
-            shape = piece.shape(value.shape[1:] if layout.stacked else value.shape)
-            for layer in range(value.shape[0] if layout.stacked else 1):
-                expected[layout.tensor_name(layer)] = layout.tensor_shape(shape)
+    for path, param in parameters_of(abstract).items():
+        expected |= names.tensor_shapes(pieces_of[path], param.get_value().shape)
+    _check(config, weights, expected)
+    return abstract, pieces_of
+
+
+def _check(config: ModelConfig, weights: Tensors, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raises a single error that names all missing, unexpected and mis-shaped tensors."""
     found = {name: shape for name, shape in weights.shapes.items() if not names.is_derived(name)}
     if config.tie_embeddings and names.LM_HEAD in found:
         expected[names.LM_HEAD] = expected[names.EMBEDDING]
@@ -161,15 +185,26 @@ def _check_tied(weights: Tensors, shape: tuple[int, ...]) -> None:
             )
 
 
-def _read_parameter(
+def read_parameter(
     weights: Tensors,
     pieces: tuple[names.Piece, ...],
     shape: tuple[int, ...],
     *,
-    dtype: Any,
-    place: jax.sharding.Sharding | None,
+    dtype: Any = None,
+    place: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-    """Reads a parameter, or each device's part of it."""
+    """Reads a parameter, or each device's part of it.
+
+    Args:
+        weights: the tensors.
+        pieces: the tensors of the parameter.
+        shape: its shape.
+        dtype: its type; None keeps the files' type.
+        place: how it is placed on devices; None for the default device.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or is not finite.
+    """
     stacked = pieces[0].layout.stacked
     layers = shape[0] if stacked else 1
     if dtype is None:

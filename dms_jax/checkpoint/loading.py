@@ -9,22 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from dms_jax import executables, sharding
 from dms_jax.checkpoint.adapter import attach, read_adapter
 from dms_jax.checkpoint.contents import Contents, find_checkpoint, read_checkpoint
-from dms_jax.checkpoint.load_parameters import load_head, load_parameters
-from dms_jax.checkpoint.low_rank import attach_factors, read_factors
+from dms_jax.checkpoint.load_parameters import load_head, load_parameters, read_factors
 from dms_jax.checks import check
-from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.adapters import AdapterWeights
+from dms_jax.model.initialization import parameter_dtype
 from dms_jax.model.language_model import LanguageModel
-
-# Types for training and running a model. Stored float8 needs scales, so it is not among them.
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def load(
@@ -65,7 +60,7 @@ def load(
             was trained on another checkpoint.
         ConfigError: the config is malformed, or describes a model that is not supported exactly.
     """
-    dtype = _check_dtype(dtype)
+    dtype = None if dtype is None else parameter_dtype(dtype)
     merge = check("load: merge", merge, bool)
     for_training = check("load: for_training", for_training, bool)
     untrained = check("load: untrained", untrained, bool)
@@ -91,7 +86,8 @@ def load(
     )
     source = os.path.abspath(place)
     if found is not None and found.low_rank is not None:
-        transformer = attach_factors(transformer, found.low_rank, found.weights, mesh)
+        factors = read_factors(transformer, found.low_rank, found.weights, mesh)
+        transformer = low_rank.add_factors(transformer, found.low_rank, factors)
         if merge:
             transformer, source = low_rank.merge(transformer), None
     return LanguageModel(
@@ -135,8 +131,8 @@ def _load_adapter(model: LanguageModel, base: Contents, path: str | pathlib.Path
     if shape is not None:
         arrays |= load_head(base.config, weights, shape)
     if adapter.low_rank is not None:
-        arrays |= read_factors(model.transformer, adapter.low_rank, adapter.weights)
-    return AdapterWeights(policy, shape, adapter.low_rank, arrays)
+        arrays |= read_factors(model.transformer, adapter.low_rank, adapter.weights, None)
+    return AdapterWeights(policy, shape, adapter.low_rank, jax.device_get(arrays))
 
 
 def _start_device() -> None:
@@ -147,20 +143,3 @@ def _start_device() -> None:
     with contextlib.suppress(Exception):
         executables.import_runtime(jax.default_backend())
         importlib.import_module("jax.experimental.pallas.tpu")  # see `compilation.prepare`
-
-
-def _check_dtype(dtype: Any) -> np.dtype | None:
-    """Checks the dtype of the parameters; None keeps the files' dtype."""
-    if dtype is None:
-        return None
-    try:
-        known = jnp.dtype(dtype)
-    except Exception as error:  # numpy raises many different classes
-        raise ConfigError(
-            f"dtype {plain(repr(dtype), 80)} is not known; give e.g. 'bfloat16'"
-        ) from error
-    if known.name not in _DTYPES:
-        raise ConfigError(
-            f"parameters cannot have dtype {plain(known.name)}; give one of {', '.join(_DTYPES)}"
-        )
-    return known

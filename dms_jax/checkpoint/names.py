@@ -18,14 +18,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from dms_jax.config import ModelConfig
+from dms_jax.model.parameters import Path
 from dms_jax.policies.values import AdapterShape
-
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +213,18 @@ _ALL_MODELS: Pieces = {
     ("layers", "adapter", "hidden", "bias"): _one(_DMS + "_hidden.bias", _VECTOR),
     ("layers", "adapter", "late", "kernel"): _one(_DMS + "_late.weight", _TRANSPOSED),
 }
+# The factors of low-rank updates, under PEFT's names: matrices [r, in] and [out, r].
+_LOW_RANK: Pieces = {
+    ("layers", "attention", projection, part, f"lora_{factor.lower()}"): _one(
+        f"{_ATTENTION}{part}_proj.lora_{factor}.weight", groups
+    )
+    for projection, parts, a, b in (
+        ("qkv_proj", "qkv", _TRANSPOSED, ((1, 2, 3), (0,))),
+        ("o_proj", "o", ((2,), (0, 1)), _TRANSPOSED),
+    )
+    for part in parts
+    for factor, groups in (("A", a), ("B", b))
+}
 # The names of norms before and after attention and feed-forward.
 _NORMS = {
     "pre": {"attention_norm": "input", "mlp_norm": "post_attention"},
@@ -240,7 +250,7 @@ def pieces_of(config: ModelConfig, each_expert: bool = False) -> Pieces:
       config: the model's shape.
       each_expert: whether each expert of a gpt-oss has its own tensors, as from GGUF files.
     """
-    found = dict(_ALL_MODELS)
+    found = {**_ALL_MODELS, **_LOW_RANK}
     for norm, name in _NORMS[config.norms].items():
         found["layers", norm, "scale"] = _one(f"{_LAYER}{name}_layernorm.weight", _VECTOR)
     over = {"head": (_VECTOR, _VECTOR), "heads": (((0, 1, 2),), ((0, 1),))}[config.qk_norm_over]
@@ -343,6 +353,22 @@ def adapter_shape(shapes: Mapping[str, tuple[int, ...]], *, qkv_bias: bool) -> A
     return AdapterShape(
         hidden=units, bias=bias and (bool(units) or late or not qkv_bias), late=late
     )
+
+
+def tensor_shapes(pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of a parameter, of all its layers."""
+    found = {}
+    for piece in pieces:
+        layout = piece.layout
+        own = layout.tensor_shape(piece.shape(shape[1:] if layout.stacked else shape))
+        for layer in range(shape[0] if layout.stacked else 1):
+            found[layout.tensor_name(layer)] = own
+    return found
+
+
+def is_low_rank(name: str) -> bool:
+    """Whether a tensor is a factor of a low-rank update."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def is_adapter(pieces: tuple[Piece, ...]) -> bool:

@@ -9,14 +9,12 @@ one. With several processes, all call `save`; they gather the tensors and the fi
 """
 
 import contextlib
-import itertools
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from dms_jax import processes
 from dms_jax.checkpoint import names
@@ -29,7 +27,6 @@ from dms_jax.checkpoint.adapter import (
 from dms_jax.checkpoint.atomic_replace import ADAPTER, CHECKPOINT, atomic_replace
 from dms_jax.checkpoint.contents import read_checkpoint
 from dms_jax.checkpoint.files import expanded, read_json
-from dms_jax.checkpoint.low_rank import low_rank_tensors
 from dms_jax.checkpoint.policy_fields import policy_to_hf
 from dms_jax.checkpoint.tensor_files import (
     Tensors,
@@ -40,11 +37,11 @@ from dms_jax.checkpoint.tensor_files import (
     write_tensors,
 )
 from dms_jax.checks import check
-from dms_jax.errors import CheckpointError, ConfigError, plain
+from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel, check_model
+from dms_jax.model.parameters import arrays_of
 from dms_jax.policies import Policy, as_policy
-from dms_jax.policies.base import LEARN_FIRST, check_adapter
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -84,35 +81,14 @@ def save(
     """
     check_model(model)
     policy = as_policy(policy)
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(
-            f"the path to write a checkpoint to must be a directory: {plain(repr(path))}"
-        )
-    target = pathlib.Path(os.path.realpath(expanded(path)))
-    check_adapter(policy, model.transformer.adapter_shape)
-    if model.policy.retrofit.borrowed_neurons not in (None, policy.retrofit.borrowed_neurons):
-        raise ConfigError(
-            f"this model was made for {model.policy}, whose decision neurons must "
-            f"take no part in attention; saved for {policy} it would use them. Save it with its "
-            "own policy"
-        )
-    trained, asked = model.policy.retrofit.decisions, policy.retrofit.decisions
-    if trained is not None and asked is not None and trained != asked:
-        raise ConfigError(
-            f"this model was made for {model.policy}: its decisions mean {trained}; saved for "
-            f"{policy} they would be read as {asked}. Save it with its own policy"
-        )
+    what = "the path to write a checkpoint to must be a directory"
+    target = pathlib.Path(os.path.realpath(expanded(path, what)))
     if check("adapter_only", adapter_only, bool):
         _save_adapter(model, policy, target)
         return
-    borrows = policy.retrofit.borrowed_neurons is not None
-    if borrows and model.policy.retrofit.borrowed_neurons is None and not model.untrained:
-        raise ConfigError(
-            f"{policy.name} learns what to evict, and this model was never trained for it: whoever "
-            f"loads the checkpoint would evict at random. {LEARN_FIRST}"
-        )
-    flat = nnx.to_flat_state(nnx.state(low_rank.merge(model.transformer), nnx.Param))
-    tensors = tensors_of({path: param.get_value() for path, param in flat}, model.config)
+    policy = model.resolve_policy(policy)
+    arrays = arrays_of(low_rank.merge(model.transformer))
+    tensors = tensors_of(arrays, model.config)
     config = _config(model, policy)
     with _written_by_first(target, tensors) as first:
         if first:
@@ -160,30 +136,29 @@ def _save_adapter(model: LanguageModel, policy: Policy, target: pathlib.Path) ->
     """
     transformer = model.transformer
     updates = low_rank.low_rank_of(transformer)
-    if not policy.retrofit.adapter and updates is None:
-        raise ConfigError(f"{policy} has no adapter to save alone; save the whole model")
     if policy.retrofit.borrowed_neurons is not None:
         raise ConfigError(
             f"{policy} decides in neurons of the base, which an adapter does not hold; save the "
             "whole model"
         )
+    policy = model.resolve_policy(policy)
+    if not policy.retrofit.adapter and updates is None:
+        raise ConfigError(f"{policy} has no adapter to save alone; save the whole model")
     if model.source is None:
         raise CheckpointError(
             "the other weights of this model are not those of a checkpoint: it was not loaded from "
             "one, all its weights were trained, or low-rank updates were merged into them. Save "
             "the whole model (adapter_only=False), or save the base first and load that"
         )
-    adapter: dict[names.Path, Any] = {}
-    if policy.retrofit.adapter:
-        state = nnx.state(low_rank.drop_factors(transformer), nnx.Param)
-        pieces_of = names.pieces_of(transformer.config)
-        adapter = {
-            path: param.get_value()
-            for path, param in nnx.to_flat_state(state)
-            if names.is_adapter(pieces_of[path])
-        }
-    tensors = itertools.chain(
-        low_rank_tensors(transformer), tensors_of(adapter, transformer.config)
+    pieces_of = names.pieces_of(transformer.config)
+    tensors = tensors_of(
+        {
+            path: array
+            for path, array in arrays_of(transformer).items()
+            if low_rank.is_factor(path)
+            or (policy.retrofit.adapter and names.is_adapter(pieces_of[path]))
+        },
+        transformer.config,
     )
     with _written_by_first(target, tensors) as first:
         if first:

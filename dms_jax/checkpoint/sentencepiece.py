@@ -12,7 +12,7 @@ prepended if the model asks for it, and text that no piece covers falls back to 
 import dataclasses
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tokenizers
@@ -21,8 +21,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from dms_jax.errors import CheckpointError
 
 SPACE = "\u2581"
-# The most characters of a piece; the trainer's default is 16. All ways to split a piece are tried.
-# The most characters in all splits of all pieces; the largest vocabularies in use have 10^7.
 
 
 class PieceType(enum.IntEnum):
@@ -97,21 +95,38 @@ def build(model: SentencePieceModel) -> tokenizers.Tokenizer:
     if model.add_dummy_prefix:
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     backend.decoder = decoders.Sequence(steps)
-    special = (PieceType.CONTROL, PieceType.UNKNOWN)
     # Runs of spaces (Gemma) are searched for in escaped text, longest first. A prepended space
     # would come before each of them, too.
-    escaped = not model.add_dummy_prefix
+    add_whole_pieces(backend, model.pieces, model.types, escaped=not model.add_dummy_prefix)
+    return backend
+
+
+def add_whole_pieces(
+    backend: tokenizers.Tokenizer,
+    pieces: Sequence[str],
+    types: Sequence[PieceType],
+    *,
+    escaped: bool = False,
+) -> None:
+    """Add the pieces that are never split: control tokens, and those of users.
+
+    Args:
+        backend: the tokenizer.
+        pieces: all pieces.
+        types: the type of each.
+        escaped: whether the pieces of users are searched for after normalization.
+    """
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
     added = [
         AddedToken(
             piece,
             special=kind in special,
             normalized=escaped and kind == PieceType.USER_DEFINED,
         )
-        for piece, kind in zip(model.pieces, model.types, strict=True)
+        for piece, kind in zip(pieces, types, strict=True)
         if kind in special or kind == PieceType.USER_DEFINED
     ]
     backend.add_tokens(added)  # in one call: each call rebuilds the search structure
-    return backend
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

@@ -19,11 +19,12 @@ from dms_jax.checkpoint import names
 from dms_jax.checkpoint.weights import INDEX, SINGLE
 from dms_jax.config import ModelConfig
 from dms_jax.errors import CheckpointError
+from dms_jax.model.parameters import Path
 
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 
-def tensors_of(parameters: Mapping[names.Path, Any], config: ModelConfig) -> Tensors:
+def tensors_of(parameters: Mapping[Path, Any], config: ModelConfig) -> Tensors:
     """Yield the tensors of parameters under their Hugging Face names, in the first process.
 
     Every process must run the iterator to its end.

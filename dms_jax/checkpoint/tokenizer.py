@@ -79,7 +79,7 @@ class Tokenizer:
         Raises:
             CheckpointError: the files are damaged, or of an unsupported kind.
         """
-        directory = expanded(directory)
+        directory = expanded(directory, "the path of a tokenizer must be a directory")
         config = read_json(directory, "tokenizer_config.json")
         config = {} if config is None else config
         with library_errors(CheckpointError, "the tokenizer's files cannot be read"):

@@ -41,6 +41,7 @@ from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.checks import CountOnDevice, NotNegative, Range, Whole, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.options import find_adapter, read_bytes, read_options, tell_if_short
+from dms_jax.extras import import_extra
 from dms_jax.generation.answers import template_text, with_shown_markers
 from dms_jax.generation.call_formats import format_of
 from dms_jax.serving import Service
@@ -117,15 +118,8 @@ class Config(Generating):
 def main(config: Config) -> None:
     """Serves until a signal ends it."""
     # Imported here, so that --help does not need the extra.
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise dms_jax.ConfigError(
-            f"dms-jax serve needs {error.name}, which is not installed. Install the extra `serve`: "
-            "pip install 'dms-jax[serve]'."
-        ) from error
+    for module in ("prometheus_client", "starlette", "uvicorn"):
+        import_extra(module, extra="serve", purpose="dms-jax serve")
     console = Console(highlight=False)
     seconds = check("--drain-seconds", config.drain_seconds, NotNegative)
     sampling = config.make_sampling()

@@ -15,7 +15,8 @@ import tempfile
 import zlib
 from typing import Any
 
-from dms_jax.errors import ConfigError, DataError
+from dms_jax.errors import DataError
+from dms_jax.extras import import_extra
 
 _ROWS_AT_A_TIME = 1024
 
@@ -44,8 +45,24 @@ def map_text(path: pathlib.Path) -> mmap.mmap:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def read_json(text: str) -> Any:
+def read_text(path: pathlib.Path) -> str:
+    """Returns the content of a text file, unpacked and without a byte-order mark.
+
+    Raises:
+      DataError: it is missing, empty, damaged, a pipe, or not UTF-8.
+    """
+    try:
+        return map_text(path)[:].decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}.") from error
+
+
+def read_json(text: str, where: str = "") -> Any:
     """Returns the value of a JSON text.
+
+    Args:
+      text: the text.
+      where: where it stands, for the message.
 
     Raises:
       DataError: it is not JSON.
@@ -53,7 +70,7 @@ def read_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"this is not JSON: {error}") from error
+        raise DataError(f"{where}{where and ': '}this is not JSON: {error}") from error
 
 
 def open_table(path: pathlib.Path) -> Any:
@@ -63,15 +80,10 @@ def open_table(path: pathlib.Path) -> Any:
       ConfigError: pyarrow is not installed.
       DataError: the file is missing or damaged.
     """
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"Reading {path} needs pyarrow (Parquet and saved datasets): "
-            "pip install 'dms-jax[data]'."
-        ) from error
+    pyarrow, *_ = (
+        import_extra(module, extra="data", purpose=f"Reading {path}")
+        for module in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet")
+    )
     try:
         if path.suffix == ".parquet":
             return _table_of_copy(pyarrow, path)

@@ -16,6 +16,7 @@ Alternatively, name a field, or give templates of the prompt and the response wi
 
 import abc
 import array
+import bisect
 import dataclasses
 import math
 import re
@@ -105,10 +106,15 @@ class Fields(Options):
 class Records(Source):
     """A source of records, some of which may be skipped."""
 
-    def __init__(self, fields: Fields):
-        self._fields = fields
+    def __init__(self, fields: Fields | None):
+        self._fields = fields = Fields() if fields is None else fields
         self.malformed = fields.malformed
+        self._first: list[int] = []  # index of the first record of each file
         self._kept: array.array[int] | None = None
+
+    def _file(self, place: int) -> int:
+        """Returns the index of the file that holds a record."""
+        return bisect.bisect_right(self._first, place) - 1
 
     @abc.abstractmethod
     def count(self) -> int:

@@ -10,7 +10,6 @@ A run must be resumed with the same data: their `fingerprint` is one of its sett
 
 import abc
 import array
-import bisect
 import codecs
 import dataclasses
 import hashlib
@@ -40,12 +39,11 @@ class _Files(Records):
     """Documents that are spans of files."""
 
     def __init__(self, paths: Paths, fields: Fields | None = None):
-        super().__init__(Fields() if fields is None else fields)
+        super().__init__(fields)
         paths = [paths] if isinstance(paths, str | pathlib.Path) else list(paths)
         self._paths = [pathlib.Path(path) for path in paths]
         self._bytes: list[mmap.mmap] = []
         self._starts, self._ends = array.array("q"), array.array("q")
-        self._first: list[int] = []  # index of the first document of each file
         for path in self._paths:
             self._first.append(len(self._starts))
             content = map_text(path)
@@ -65,9 +63,6 @@ class _Files(Records):
     def count(self) -> int:
         """Returns the number of spans."""
         return len(self._starts)
-
-    def _file(self, place: int) -> int:
-        return bisect.bisect_right(self._first, place) - 1
 
     def place(self, place: int) -> str:
         """Returns the file and line of a span, for messages."""

@@ -8,8 +8,7 @@ Python's lock, so more threads would read no faster.
 This module imports Grain; import it only where it is used.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
 
 import grain
 
@@ -43,41 +42,24 @@ def streams(
     max_empty = 2 * len(documents) + 64 * (count - 1)
     options = grain.ReadOptions(num_threads=0)
     return {
-        number: _NonEmpty(ordered[number::count].to_iter_dataset(options), max_empty)
+        number: ordered[number::count].to_iter_dataset(options).filter(_non_empty(max_empty))
         for number in numbers
     }
 
 
-class _NonEmpty(grain.IterDataset):
-    """The non-empty documents of a stream.
+def _non_empty(max_empty: int) -> Callable[[Tokenized], bool]:
+    """Returns whether a document has tokens.
 
     Args:
-      parent: the stream.
       max_empty: number of consecutive empty documents after which the data counts as empty.
     """
+    empty = 0
 
-    def __init__(self, parent: grain.IterDataset, max_empty: int):
-        super().__init__(parent)
-        self._max_empty = max_empty
+    def has_tokens(document: Tokenized) -> bool:
+        nonlocal empty
+        empty = 0 if len(document["tokens"]) else empty + 1
+        if empty > max_empty:
+            raise DataError("The documents contain no tokens to train on.")
+        return not empty
 
-    def __iter__(self) -> grain.DatasetIterator:
-        return _NonEmptyIterator(iter(self._parent), self._max_empty)
-
-
-class _NonEmptyIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, max_empty: int):
-        super().__init__(parent)
-        self._max_empty = max_empty
-
-    def __next__(self) -> Tokenized:
-        for _ in range(self._max_empty + 1):
-            document = next(self._parent)
-            if len(document["tokens"]):
-                return document
-        raise DataError("The documents contain no tokens to train on.")
-
-    def get_state(self) -> dict[str, Any]:
-        return self._parent.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._parent.set_state(state)
+    return has_tokens

@@ -1,11 +1,9 @@
 """Tables of records: Parquet files, and Hugging Face datasets saved to disk."""
 
-import bisect
-import json
 import pathlib
 from typing import Any
 
-from dms_jax.data.files import open_table
+from dms_jax.data.files import open_table, read_json, read_text
 from dms_jax.data.records import Fields, Records
 from dms_jax.errors import DataError
 
@@ -23,21 +21,19 @@ class Tables(Records):
     """
 
     def __init__(self, paths: list[pathlib.Path], fields: Fields | None = None):
-        super().__init__(Fields() if fields is None else fields)
+        super().__init__(fields)
         self._tables: list[Any] = []
         self._names: list[pathlib.Path] = []
-        self._first: list[int] = []
-        rows = 0
+        self._rows = 0
         for path in paths:
             for file in _files(path):
                 table = open_table(file)
                 if table.num_rows:
-                    self._first.append(rows)
+                    self._first.append(self._rows)
                     self._tables.append(table)
                     self._names.append(file)
-                    rows += table.num_rows
-        self._rows = rows
-        if not rows:
+                    self._rows += table.num_rows
+        if not self._rows:
             raise DataError(f"{paths[0] if paths else 'the data'} contains no rows.")
         self.read_all()
 
@@ -47,12 +43,12 @@ class Tables(Records):
 
     def record(self, place: int) -> dict[str, Any]:
         """Returns a row."""
-        table = bisect.bisect_right(self._first, place) - 1
+        table = self._file(place)
         return self._tables[table].slice(place - self._first[table], 1).to_pylist()[0]
 
     def place(self, place: int) -> str:
         """Returns the file and the row, from 0."""
-        table = bisect.bisect_right(self._first, place) - 1
+        table = self._file(place)
         return f"{self._names[table]}, row {place - self._first[table]}"
 
 
@@ -67,8 +63,8 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if (path / "dataset_dict.json").exists():
         try:
-            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        except (OSError, ValueError, KeyError, TypeError):
+            splits = read_json(read_text(path / "dataset_dict.json"))["splits"]
+        except (DataError, KeyError, TypeError):
             splits = ["..."]
         raise DataError(
             f"{path} holds several splits ({', '.join(map(str, splits))}). Give the folder of one, "
@@ -76,9 +72,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         )
     if (path / "state.json").exists():
         try:
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            state = read_json(read_text(path / "state.json"))
             return [path / entry["filename"] for entry in state["_data_files"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (DataError, KeyError, TypeError) as error:
             raise DataError(f"{path / 'state.json'} is damaged: {error!r}.") from error
     if files := sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow")):
         return files

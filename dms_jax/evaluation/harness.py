@@ -10,9 +10,10 @@ arguments are those of `HarnessModel`.
 """
 
 import sys
+from typing import Any
 
 from dms_jax.errors import DmsJaxError
-from dms_jax.evaluation.extras import import_extra
+from dms_jax.extras import import_extra
 
 NAME = "dms_jax"
 _TARGET = f"{__package__}.harness_model:HarnessModel"
@@ -24,9 +25,8 @@ def register() -> None:
     Raises:
       ConfigError: lm-eval is not installed.
     """
-    needed = dict(package="lm-eval", purpose="Evaluation with lm-evaluation-harness")
-    import_extra("lm_eval.models", **needed)  # importing it registers the harness's models
-    registry = import_extra("lm_eval.api.registry", **needed).model_registry
+    _import("lm_eval.models")  # importing it registers the harness's models
+    registry = _import("lm_eval.api.registry").model_registry
     if NAME not in registry:
         registry.register(NAME, target=_TARGET)
 
@@ -35,12 +35,14 @@ def main() -> None:
     """Runs the command line of the harness with the model `dms_jax` registered."""
     try:
         register()
-        command_line = import_extra(
-            "lm_eval.__main__", package="lm-eval", purpose="lm-evaluation-harness"
-        )
-        command_line.cli_evaluate()
+        _import("lm_eval.__main__").cli_evaluate()
     except DmsJaxError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _import(module: str) -> Any:
+    purpose = "Evaluation with lm-evaluation-harness"
+    return import_extra(module, extra="eval", purpose=purpose, package="lm-eval")
 
 
 if __name__ == "__main__":

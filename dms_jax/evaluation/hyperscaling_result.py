@@ -23,7 +23,7 @@ from rich.table import Table
 from dms_jax.checks import check, require
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from dms_jax.evaluation.pareto import frontier
-from dms_jax.evaluation.result import percent
+from dms_jax.evaluation.result import markdown_table, percent
 from dms_jax.evaluation.statistics import METHODS, Measured, Method, mean_over_seeds
 
 Axis = Literal["reads", "peak"]
@@ -172,11 +172,11 @@ class Hyperscaling:
 
     def table(self, method: Method = "vote") -> str:
         """A Markdown table of all points; see `rows`."""
-        return _markdown(self.rows(method))
+        return markdown_table(self.rows(method))
 
     def gains_table(self, method: Method = "vote") -> str:
         """A Markdown table of the average gains of every system over every earlier one."""
-        return _markdown(self.gain_rows(method))
+        return markdown_table(self.gain_rows(method))
 
     def rows(self, method: Method = "vote", methods: Sequence[Method] = METHODS) -> list[list[str]]:
         """The cells of the table of points, headings first.
@@ -265,9 +265,3 @@ class Hyperscaling:
 def _check(axis: Axis, method: Method) -> None:
     check("axis", axis, Axis)
     check("method", method, Method)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    heads, *rest = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join([heads, "|" + "---|" * len(rows[0]), *rest])

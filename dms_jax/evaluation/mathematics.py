@@ -18,8 +18,8 @@ from typing import Any
 
 from dms_jax.data.written_answers import readable
 from dms_jax.errors import CapacityError, plain
-from dms_jax.evaluation.extras import import_extra
 from dms_jax.evaluation.sandbox import cores
+from dms_jax.extras import import_extra
 from dms_jax.helper_process import Helpers
 
 MAX_CHARACTERS = 20_000  # only the end of a completion is parsed: answers come last
@@ -35,7 +35,8 @@ _workers = Helpers(
 
 def require_math_verify(task: str) -> None:
     """Raises ConfigError unless the answers of a task can be judged."""
-    import_extra("math_verify", package="Math-Verify", purpose=f"Judging the answers of {task}")
+    purpose = f"Judging the answers of {task}"
+    import_extra("math_verify", extra="eval", purpose=purpose, package="Math-Verify")
 
 
 @functools.lru_cache(maxsize=1 << 16)  # all chains of an evaluation, for score and vote

@@ -49,5 +49,4 @@ def average_gain(left: Points, right: Points) -> float | None:
     knots = np.unique(np.concatenate([curve[:, 0] for curve in curves] + [[start, end]]))
     knots = knots[(knots >= start) & (knots <= end)]
     gaps = np.interp(knots, *curves[0].T) - np.interp(knots, *curves[1].T)
-    area = np.sum((gaps[1:] + gaps[:-1]) / 2 * np.diff(knots))  # exact: linear between knots
-    return float(area / (end - start))
+    return float(np.trapezoid(gaps, knots) / (end - start))  # exact: linear between knots

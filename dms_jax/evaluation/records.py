@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dms_jax.checks import is_whole, show
-from dms_jax.data.files import map_text, open_table, read_json
+from dms_jax.data.files import open_table, read_json, read_text
 from dms_jax.errors import DataError
 
 
@@ -110,19 +110,16 @@ def _read(path: pathlib.Path) -> _Placed:
         raise DataError(f"{path} ends in none of {', '.join(_SUFFIXES)}.")
     if suffix in _TABLES:
         return ((f"row {i}", fields) for i, fields in enumerate(open_table(path).to_pylist()))
-    try:
-        text = map_text(path)[:].decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}.") from error
+    text = read_text(path)
     return _read_csv(path, text) if suffix == ".csv" else _read_json(path, text)
 
 
 def _read_json(path: pathlib.Path, text: str) -> _Placed:
     if _unpacked_name(path).suffix == ".json" and text.lstrip().startswith("["):
-        places = ((f"item {i}", each) for i, each in enumerate(_parse(text, f"{path}"), 1))
+        places = ((f"item {i}", each) for i, each in enumerate(read_json(text, f"{path}"), 1))
     else:
         places = (
-            (f"line {i}", _parse(line, f"{path}, line {i}"))
+            (f"line {i}", read_json(line, f"{path}, line {i}"))
             for i, line in enumerate(text.split("\n"), 1)
             if line.strip()
         )
@@ -130,13 +127,6 @@ def _read_json(path: pathlib.Path, text: str) -> _Placed:
         if not isinstance(fields, dict):
             raise DataError(f"{path}, {place}: expected a JSON object, got {show(fields)}.")
         yield place, fields
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return read_json(text)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _read_csv(path: pathlib.Path, text: str) -> _Placed:

@@ -168,12 +168,11 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
     Scores in percent with one standard error clustered by problem; tokens per problem.
     """
-    columns = ("", "one chain", "vote", "pass@all", "peak", "reads", "ratio", "new tokens", "ended")
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    table = [["", "one chain", "vote", "pass@all", "peak", "reads", "ratio", "new tokens", "ended"]]
     for row in rows:
         voted = "" if row["chains"] == 1 else percent(row["voted"])
         best = "" if row["chains"] == 1 else percent(row["best"])
-        cells = (
+        cells = [
             str(row["label"]),
             percent(row["accuracy"]),
             voted,
@@ -183,9 +182,17 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['compression_ratio']:.2f}",
             f"{row['new_tokens']:,.0f}",
             f"{row['ended']:.0%}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        ]
+        table.append(cells)
+    return markdown_table(table, numbers=True)
+
+
+def markdown_table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+    """A Markdown table, headings first; with `numbers` all columns but the first align right."""
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    heads, *rest = ["| " + " | ".join(row) + " |" for row in cells]
+    aligned = "|---:" if numbers else "|---"
+    return "\n".join([heads, "|---" + aligned * (len(rows[0]) - 1) + "|", *rest])
 
 
 def percent(figure: Sequence[float | None]) -> str:

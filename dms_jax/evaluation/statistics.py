@@ -114,12 +114,7 @@ def majority(answers: Sequence[str | None]) -> int | None:
     # In: ["7", None, "8", "8"]  Out: 2        ["7", "8"]  Out: 0
     """
     votes = collections.Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return None
-    most = max(votes.values())
-    return next(
-        i for i, answer in enumerate(answers) if answer is not None and votes[answer] == most
-    )
+    return answers.index(votes.most_common(1)[0][0]) if votes else None
 
 
 def pass_at(

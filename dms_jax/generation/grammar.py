@@ -25,6 +25,7 @@ from jaxtyping import Int
 
 from dms_jax.checks import show
 from dms_jax.errors import ConfigError, DataError, plain
+from dms_jax.extras import import_extra
 from dms_jax.model.language_model import LanguageModel
 
 BITS = 32  # tokens of a word of a mask
@@ -285,14 +286,7 @@ def _refused(message: str) -> ConfigError:
 
 
 def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError(
-            "Answers that match a grammar need llguidance, which is not installed. Install the "
-            "extra `grammar`: pip install 'dms-jax[grammar]'."
-        ) from error
-    return llguidance
+    return import_extra("llguidance", extra="grammar", purpose="An answer that matches a grammar")
 
 
 # The vocabularies of models that were asked for a grammar. Reading one of 150,000 tokens takes

@@ -26,14 +26,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dms_jax import processes, sharding
+from dms_jax import processes
 from dms_jax.cache.pool import LaneAdapters
 from dms_jax.config import ModelConfig
 from dms_jax.errors import ConfigError
 from dms_jax.model import low_rank
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.layers import Adapter, Linear, Stack, rms_norm
-from dms_jax.model.low_rank import LowRank, Path
+from dms_jax.model.low_rank import LowRank
+from dms_jax.model.parameters import Path, arrays_of, parameters_of, place_of, with_arrays
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies.base import Policy
 from dms_jax.policies.dms import DMS
@@ -61,7 +62,7 @@ class AdapterWeights:
     @classmethod
     def of(cls, model: LanguageModel) -> "AdapterWeights":
         """Returns the adapter of a model from `load(..., adapter=...)` or `retrofit`."""
-        arrays = low_rank.arrays_of(model.transformer)
+        arrays = arrays_of(model.transformer)
         return cls(
             model.policy,
             model.transformer.adapter_shape,
@@ -153,10 +154,10 @@ class Slots:
         """Returns the transformer of a model with these adapters stacked into it."""
         arrays = {
             path: array
-            for path, array in low_rank.arrays_of(model.transformer).items()
+            for path, array in arrays_of(model.transformer).items()
             if not is_of_adapter(path)
         }
-        config, mesh, rank = model.config, model.mesh, sum(self.ranks)
+        config, rank = model.config, sum(self.ranks)
         shape = next((each.shape for each in self.adapters if each.shape is not None), None)
         of_all = LowRank(rank, alpha=float(rank)) if rank else None  # lanes have the scales
         abstract = low_rank.skeleton(config, adapter=shape, low_rank=of_all)
@@ -167,17 +168,11 @@ class Slots:
             layers.adapter = nnx.eval_shape(
                 lambda: Heads(config, shape, count, **options, rngs=nnx.Rngs(0))
             )
-        graph, state = nnx.split(abstract)
-        filled = []
-        for path, param in nnx.to_flat_state(state):
+        for path, param in parameters_of(abstract).items():
             if path not in arrays:
-                value, place = self._stacked(path, param.get_value().shape), None
-                if mesh is not None:
-                    axes = param.get_metadata("axes")
-                    place = sharding.parameter_sharding(mesh, axes, value.shape)
-                arrays[path] = processes.put(value, place)
-            filled.append((path, param.replace(arrays[path])))
-        return nnx.merge(graph, nnx.from_flat_state(filled))
+                value = self._stacked(path, param.get_value().shape)
+                arrays[path] = processes.put(value, place_of(param, model.mesh))
+        return with_arrays(abstract, arrays)
 
     def _stacked(self, path: Path, shape: tuple[int, ...]) -> np.ndarray:
         """Returns a parameter of all slots, on the host; zeros where an adapter has none."""

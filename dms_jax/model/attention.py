@@ -23,7 +23,6 @@ from dms_jax.model.layers import Linear, RMSNorm, Stack, residual_gain, rms_norm
 from dms_jax.model.rope import apply_rope
 from dms_jax.model.split_rows import SplitRow, of_own_tokens, of_whole_rows
 from dms_jax.policies.base import Policy
-from dms_jax.policies.relaxation import logistic_noise
 from dms_jax.policies.values import CacheShape, Chunk, Decisions, Static, Tokens
 from pallas_kernels import retrofit_attention
 
@@ -207,7 +206,9 @@ def attend_sequences(
         if relaxation.noise_keys is not None:
             # One draw per sequence, so the noise does not depend on splitting or batching.
             noise = jax.vmap(
-                lambda key: logistic_noise(jax.random.fold_in(key, tokens.layer), shape[1:], wide)
+                lambda key: jax.random.logistic(
+                    jax.random.fold_in(key, tokens.layer), shape[1:], wide
+                )
             )(relaxation.noise_keys)
         relaxed = policy.relax(chunk, noise)
         tokens = dataclasses.replace(tokens, k=relaxed.k, v=relaxed.v)
@@ -274,11 +275,7 @@ def _sharded_attention(
             *(PartitionSpec(), PartitionSpec(model)),
         ),
         out_specs=heads,
-        axis_names={
-            name
-            for name in jax.sharding.get_abstract_mesh().axis_names
-            if not sharding.in_shards(name)
-        },
+        axis_names=sharding.free_axes(),
         check_vma=False,
     )
     return mapped(q, k, v, bias, segment_ids, starts, sinks)

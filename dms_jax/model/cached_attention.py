@@ -20,9 +20,8 @@ from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows
 from dms_jax.cache.pool import Pool
 from dms_jax.model.attention import rotate
-from dms_jax.model.cutting import cut_layer, gather_rows, split_heads
+from dms_jax.model.cutting import LayerCache, cut_layer, gather_rows, split_heads
 from dms_jax.model.fetching import attend_to_fetched, sinks_of_rows
-from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, Observation, Placement, Tokens
 from dms_jax.sharding import axes, cache_spec, partition

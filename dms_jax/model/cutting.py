@@ -10,17 +10,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Pool, compact, load
-from dms_jax.model.layer_cache import LayerCache
 from dms_jax.policies.base import Policy
 from dms_jax.policies.values import Chunk, PolicyState, Rows
 from dms_jax.sharding import cache_spec, partition
@@ -29,6 +29,15 @@ from dms_jax.sharding import cache_spec, partition
 # numbers for each: with 450 sequences of SmolLM2-135M and page tables of 4,240 slots, a pass of
 # ExpectedAttention took 4 GB.
 MOST_NUMBERS = 1 << 25
+
+
+@no_type_check  # jax also builds it from shapes and from partitions
+@struct.dataclass
+class LayerCache:
+    """One layer's view of the cache: the whole pool, and the state of its own rows."""
+
+    pool: Pool
+    state: PolicyState
 
 
 def gather_rows(

@@ -9,9 +9,29 @@ from flax import nnx
 from dms_jax import compilation
 from dms_jax.checks import Whole, check, show
 from dms_jax.config import ModelConfig
-from dms_jax.errors import ConfigError
+from dms_jax.errors import ConfigError, plain
 from dms_jax.model.language_model import GenerationDefaults, LanguageModel
 from dms_jax.model.transformer import Transformer
+
+# Types for training and running a model. Stored float8 needs scales, so it is not among them.
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def parameter_dtype(dtype: Any) -> jnp.dtype:
+    """Returns a type of parameters.
+
+    Raises:
+      ConfigError: it is no type, or not one in which a model can run.
+    """
+    try:
+        known = jnp.dtype(dtype)
+    except Exception as error:  # numpy raises many different classes
+        raise ConfigError(f"dtype {show(dtype)} is not known; give e.g. 'bfloat16'") from error
+    if known.name not in _DTYPES:
+        raise ConfigError(
+            f"parameters cannot have dtype {plain(known.name)}; give one of {', '.join(_DTYPES)}"
+        )
+    return known
 
 
 def initialize(
@@ -35,12 +55,7 @@ def initialize(
     compilation.prepare()
     check("initialize: config", config, ModelConfig)
     seed = check("initialize: seed", seed, Whole)
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ConfigError(f"dtype {show(dtype)} is not known; give e.g. 'float32'") from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(f"parameters cannot have dtype {dtype.name}; give a floating one")
+    dtype = parameter_dtype(dtype)
     generation = GenerationDefaults()
     if tokenizer is not None:
         if tokenizer.vocab_size > config.vocab_size:

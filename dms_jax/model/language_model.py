@@ -25,6 +25,7 @@ from dms_jax.errors import ConfigError, DataError, TooLongError
 from dms_jax.model.cached_attention import in_one_pass
 from dms_jax.model.caching import init_cache
 from dms_jax.model.layer_loop import check_layers
+from dms_jax.model.parameters import arrays_of, parameters_of, place_of, with_arrays
 from dms_jax.model.template_variables import check_template_variables
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy, Vanilla, as_policy
@@ -105,14 +106,11 @@ class LanguageModel:
         if mesh is None:
             return self
 
-        def placed(param: nnx.Param) -> Any:
-            place = sharding.parameter_sharding(mesh, param.get_metadata("axes"), param.shape)
-            return param.replace(jax.device_put(param[...], place))
-
-        placed_transformer = jax.tree.map(
-            placed, self.transformer, is_leaf=lambda x: isinstance(x, nnx.Variable)
-        )
-        return dataclasses.replace(self, transformer=placed_transformer)
+        placed = {
+            path: jax.device_put(param.get_value(), place_of(param, mesh))
+            for path, param in parameters_of(self.transformer).items()
+        }
+        return dataclasses.replace(self, transformer=with_arrays(self.transformer, placed))
 
     def with_parameters(self, parameters: "Transformer | nnx.State") -> "LanguageModel":
         """Returns the model with new values of some or all parameters.
@@ -132,26 +130,24 @@ class LanguageModel:
                 "Parameters are those of a transformer (model.transformer), or a state of it "
                 f"(flax.nnx.state), got {show(parameters)}."
             )
-        graph, state = nnx.split(self.transformer)
-        held = dict(nnx.to_flat_state(state))
+        held = arrays_of(self.transformer)
         given = parameters if isinstance(parameters, nnx.State) else nnx.state(parameters)
         for path, param in nnx.to_flat_state(given):
             name, new = ".".join(map(str, path)), param.get_value()
             if path not in held:
                 raise ConfigError(f"{name} is not a parameter of this model.")
-            old = held[path].get_value()
+            old = held[path]
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ConfigError(
                     f"{name} is {new.dtype}{list(new.shape)}, and {old.dtype}{list(old.shape)} in "
                     "this model, whose programs are compiled for that. Convert it, or make a new "
                     "engine."
                 )
-            held[path] = held[path].replace(jax.device_put(new, old.sharding))
-        transformer = nnx.merge(graph, nnx.from_flat_state(list(held.items())))
-        return dataclasses.replace(self, transformer=transformer)
+            held[path] = jax.device_put(new, old.sharding)
+        return dataclasses.replace(self, transformer=with_arrays(self.transformer, held))
 
     def resolve_policy(self, policy: Policy | str | None) -> Policy:
-        """Returns the policy to run: the given one (or its name), or the checkpoint's.
+        """Returns the policy to run or to save: the given one (or its name), or the checkpoint's.
 
         Raises:
           ConfigError: the model cannot run the policy, was not trained for it, or was trained for
@@ -163,8 +159,8 @@ class LanguageModel:
         trained, asked = self.policy.retrofit.decisions, policy.retrofit.decisions
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
-                f"This checkpoint was trained for {self.policy}, and {policy} would misread its "
-                "decisions. Leave the policy out, to run the checkpoint with its own."
+                f"This checkpoint was trained for {self.policy}: its decisions mean {trained}, and "
+                f"for {policy} they would be read as {asked}. Give its own policy, or none."
             )
         self._check_borrowed_neurons(policy)
         return policy
@@ -178,8 +174,8 @@ class LanguageModel:
         if declared is not None:
             raise ConfigError(
                 f"This checkpoint was made for {self.policy}, whose decision neurons "
-                f"must take no part in attention; {policy} would use them. Run it with its "
-                "own policy (a window beyond the sequence's length evicts nothing)."
+                f"must take no part in attention; {policy} would use them. Give its own policy, "
+                "or none (a window beyond the sequence's length evicts nothing)."
             )
         if not self.untrained:
             raise ConfigError(

@@ -484,11 +484,7 @@ def _mix_sharded(mix, x, weights, chosen, gate_up, down) -> Float[Array, "B T E"
             of(down, experts, mlp, embed),
         ),
         out_specs=tokens,
-        axis_names={
-            name
-            for name in jax.sharding.get_abstract_mesh().axis_names
-            if not sharding.in_shards(name)
-        },
+        axis_names=sharding.free_axes(),
         check_vma=False,
     )
     return mapped(x, weights, chosen, gate_up, down)

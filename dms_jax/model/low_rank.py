@@ -14,7 +14,7 @@ argument.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,10 +25,9 @@ from jaxtyping import Array, Float
 from dms_jax.checks import Count, Options, Positive
 from dms_jax.config import ModelConfig
 from dms_jax.model.layers import Linear, Stack
+from dms_jax.model.parameters import Path, arrays_of, parameters_of, with_arrays
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies.values import AdapterShape
-
-Path = tuple[Any, ...]
 
 _MARKS = ("lora_a", "lora_b")
 
@@ -88,71 +87,63 @@ class Factors(nnx.Module):
         return matrices.reshape(layers, *inputs, *b.shape[2:])
 
 
-class LowRankQKV(Linear):
-    """The fused projection of queries, keys and values, each with factors."""
+class LowRankLinear(Linear):
+    """A linear map whose output is joined from parts, each with factors.
 
-    def __init__(self, config: ModelConfig, low_rank: LowRank, *, stack: Stack, dtype: Any):
-        embed, heads = {"embed": config.hidden_size}, {"kv_heads": config.num_kv_heads}
-        sizes = {"q": config.group_size, "k": 1, "v": 1}
-        shapes = {
-            name: heads | {"group": size, "head_dim": config.head_dim}
-            for name, size in (sizes | {"all": config.group_size + 2}).items()
-        }
-        rngs = nnx.Rngs(0)
-        super().__init__(
-            embed, shapes["all"], stack=stack, bias=config.qkv_bias, dtype=dtype, rngs=rngs
-        )
-        self.low_rank = low_rank
-        self.q, self.k, self.v = (
-            Factors(embed, shapes[name], low_rank.rank, stack, dtype) for name in sizes
-        )
+    Args:
+      inputs: names and sizes of the input's axes.
+      parts: those of each part's output, by its name: q, k and v, or o.
+      outputs: those of the whole output.
+      low_rank: the size of the updates.
+      bias, stack, dtype: see `Linear`.
+    """
 
-    def __call__(
-        self, x: Float[Array, "B T E"], scales: Float[Array, "B T R"] | None = None
-    ) -> Float[Array, "B T K parts D"]:
-        parts = [part(x, scales) for part in (self.q, self.k, self.v)]
-        update = jnp.concatenate(parts, axis=-2)
-        return super().__call__(x) + self.low_rank.scale * update
-
-    def product(self) -> Float[Array, "L E K parts D"]:
-        """Returns the update of the fused matrix."""
-        parts = [part.product() for part in (self.q, self.k, self.v)]
-        return self.low_rank.scale * jnp.concatenate(parts, axis=-2)
-
-
-class LowRankOutput(Linear):
-    """The output projection, with factors."""
-
-    def __init__(self, config: ModelConfig, low_rank: LowRank, *, stack: Stack, dtype: Any):
-        queries = {"heads": config.num_heads, "head_dim": config.head_dim}
-        embed = {"embed": config.hidden_size}
-        rngs = nnx.Rngs(0)
-        super().__init__(
-            queries, embed, stack=stack, bias=config.output_bias, dtype=dtype, rngs=rngs
-        )
-        self.low_rank = low_rank
-        self.o = Factors(queries, embed, low_rank.rank, stack, dtype)
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        parts: dict[str, dict[str, int]],
+        outputs: dict[str, int],
+        low_rank: LowRank,
+        *,
+        bias: bool,
+        stack: Stack,
+        dtype: Any,
+    ):
+        super().__init__(inputs, outputs, stack=stack, bias=bias, dtype=dtype, rngs=nnx.Rngs(0))
+        self.low_rank, self.parts = low_rank, tuple(parts)
+        for name, own in parts.items():
+            setattr(self, name, Factors(inputs, own, low_rank.rank, stack, dtype))
 
     def __call__(
-        self, x: Float[Array, "B T H D"], scales: Float[Array, "B T R"] | None = None
-    ) -> Float[Array, "B T E"]:
-        return super().__call__(x) + self.low_rank.scale * self.o(x, scales)
+        self, x: Float[Array, "..."], scales: Float[Array, "B T R"] | None = None
+    ) -> Float[Array, "..."]:
+        return super().__call__(x) + self._joined(lambda part: part(x, scales))
+
+    def product(self) -> Float[Array, "L ..."]:
+        """Returns the update of the matrix, in at least float32."""
+        return self._joined(Factors.product)
 
     @property
-    def matrix(self) -> Float[Array, "H D E"]:
+    def matrix(self) -> Float[Array, "..."]:
         """See `Linear.matrix`; includes the update."""
-        a, b = (x.astype(self.kernel[...].dtype) for x in (self.o.lora_a[...], self.o.lora_b[...]))
-        return self.kernel[...] + self.low_rank.scale * jnp.tensordot(a, b, axes=1)
+        kernel = self.kernel[...]
 
-    def product(self) -> Float[Array, "L H D E"]:
-        """Returns the update of the matrix."""
-        return self.low_rank.scale * self.o.product()
+        def update(part: Factors) -> jax.Array:
+            a, b = (x.astype(kernel.dtype) for x in (part.lora_a[...], part.lora_b[...]))
+            return jnp.tensordot(a, b, axes=1)
+
+        return kernel + self._joined(update)
+
+    def _joined(self, of: Callable[[Factors], jax.Array]) -> jax.Array:
+        """Returns the scaled update, joined from those of the parts."""
+        update = [of(getattr(self, name)) for name in self.parts]
+        return self.low_rank.scale * jnp.concatenate(update, axis=-2)
 
 
 def low_rank_of(transformer: Transformer) -> LowRank | None:
     """Returns the size of a transformer's low-rank updates; None if it has none."""
     projection = transformer.layers.attention.qkv_proj
-    return projection.low_rank if isinstance(projection, LowRankQKV) else None
+    return projection.low_rank if isinstance(projection, LowRankLinear) else None
 
 
 def skeleton(
@@ -167,9 +158,20 @@ def skeleton(
     def make() -> Transformer:
         made = Transformer(config, adapter=adapter, dtype=dtype, rngs=nnx.Rngs(0))
         if low_rank is not None:
-            options: dict[str, Any] = dict(stack=(config.num_layers,), dtype=dtype)
-            made.layers.attention.qkv_proj = LowRankQKV(config, low_rank, **options)
-            made.layers.attention.o_proj = LowRankOutput(config, low_rank, **options)
+            attention = made.layers.attention
+            stack, embed = (config.num_layers,), {"embed": config.hidden_size}
+            queries = {"heads": config.num_heads, "head_dim": config.head_dim}
+            q, k, v, joined = (
+                {"kv_heads": config.num_kv_heads, "group": size, "head_dim": config.head_dim}
+                for size in (config.group_size, 1, 1, config.group_size + 2)
+            )
+            parts, options = {"q": q, "k": k, "v": v}, dict(stack=stack, dtype=dtype)
+            attention.qkv_proj = LowRankLinear(
+                embed, parts, joined, low_rank, bias=config.qkv_bias, **options
+            )
+            attention.o_proj = LowRankLinear(
+                queries, {"o": embed}, embed, low_rank, bias=config.output_bias, **options
+            )
         return made
 
     return nnx.eval_shape(make)
@@ -180,18 +182,13 @@ def is_factor(path: Path) -> bool:
     return path[-1] in _MARKS
 
 
-def factors_of(transformer: Transformer) -> dict[Path, jax.Array]:
-    """Returns the factors that a transformer has."""
-    return {path: array for path, array in arrays_of(transformer).items() if is_factor(path)}
-
-
 def factor_parameters(transformer: Transformer, low_rank: LowRank) -> dict[Path, nnx.Param]:
     """Returns the factors of such updates as abstract parameters, with shapes and axes."""
     wide = jnp.promote_types(transformer.embedding[...].dtype, jnp.float32)
     abstract = skeleton(
         transformer.config, adapter=transformer.adapter_shape, low_rank=low_rank, dtype=wide
     )
-    return {path: param for path, param in _flat(abstract).items() if is_factor(path)}
+    return {path: param for path, param in parameters_of(abstract).items() if is_factor(path)}
 
 
 def initial_factors(
@@ -234,7 +231,7 @@ def merge(transformer: Transformer) -> Transformer:
     arrays = arrays_of(transformer)
     attention = transformer.layers.attention
     for name, projection in (("qkv_proj", attention.qkv_proj), ("o_proj", attention.o_proj)):
-        assert isinstance(projection, LowRankQKV | LowRankOutput)
+        assert isinstance(projection, LowRankLinear)
         path = ("layers", "attention", name, "kernel")
         arrays[path] = _add(arrays[path], projection.product())
     return _filled(transformer, None, arrays)
@@ -247,20 +244,9 @@ def _add(kernel: jax.Array, update: jax.Array) -> jax.Array:
     return jax.device_put(merged, kernel.sharding)
 
 
-def _flat(transformer: Transformer) -> dict[Path, Any]:
-    return dict(nnx.to_flat_state(nnx.state(transformer, nnx.Param)))
-
-
-def arrays_of(transformer: Transformer) -> dict[Path, jax.Array]:
-    """Returns the parameters by path."""
-    return {path: param.get_value() for path, param in _flat(transformer).items()}
-
-
 def _filled(
     transformer: Transformer, low_rank: LowRank | None, arrays: Mapping[Path, jax.Array]
 ) -> Transformer:
     """Returns a transformer of the same shape with such updates and these arrays."""
     abstract = skeleton(transformer.config, adapter=transformer.adapter_shape, low_rank=low_rank)
-    graph, state = nnx.split(abstract)
-    filled = [(path, param.replace(arrays[path])) for path, param in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return with_arrays(abstract, arrays)

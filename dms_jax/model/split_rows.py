@@ -47,11 +47,11 @@ class SplitRow:
         size = self.length // (PIECES * self.shards)
         return self.shard * size, (PIECES * self.shards - 1 - self.shard) * size
 
-    def own(self, x: Array, axis: int = 1) -> Array:
+    def own(self, x: Array) -> Array:
         """Returns this shard's pieces of an array over whole rows."""
         size = self.length // (PIECES * self.shards)
-        pieces = [jax.lax.dynamic_slice_in_dim(x, start, size, axis) for start in self.starts]
-        return jnp.concatenate(pieces, axis)
+        pieces = [jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for start in self.starts]
+        return jnp.concatenate(pieces, axis=1)
 
     def whole(self, x: Array, axis: int = 1) -> Array:
         """Returns an array over whole rows from every shard's pieces.
@@ -89,6 +89,6 @@ def of_whole_rows(row: SplitRow | None, tree: Any, axis: int = 1) -> Any:
     return tree if row is None else jax.tree.map(lambda x: row.whole(x, axis), tree)
 
 
-def of_own_tokens(row: SplitRow | None, tree: Any, axis: int = 1) -> Any:
+def of_own_tokens(row: SplitRow | None, tree: Any) -> Any:
     """Returns this shard's part of arrays over whole rows."""
-    return tree if row is None else jax.tree.map(lambda x: row.own(x, axis), tree)
+    return tree if row is None else jax.tree.map(row.own, tree)

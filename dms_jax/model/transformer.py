@@ -24,8 +24,7 @@ from dms_jax.cache.pool import LaneAdapters
 from dms_jax.config import LayerKind, ModelConfig
 from dms_jax.model.attention import Attention, Relaxation, attend_sequences
 from dms_jax.model.cached_attention import attend_cached, in_use, plan_steps
-from dms_jax.model.cutting import cut_layers
-from dms_jax.model.layer_cache import LayerCache
+from dms_jax.model.cutting import LayerCache, cut_layers
 from dms_jax.model.layer_loop import ByCache, Stretch, roles, scan_layers, stretches
 from dms_jax.model.layers import (
     MLP,

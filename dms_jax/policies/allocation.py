@@ -29,13 +29,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import CountOnDevice, Share, Traced, require, show
-from dms_jax.policies.base import Policy
+from dms_jax.policies.base import Policy, delegate
 from dms_jax.policies.budget import highest
 from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction
 from dms_jax.policies.snapkv import SnapKV
-from dms_jax.policies.values import CacheShape, Chunk, Footprint, PolicyState, TracedInt
+from dms_jax.policies.values import Chunk, Footprint
 
 
+@delegate(
+    *("scorer", "cut_interval", "protected", "footprint", "init_state", "written", "observe"),
+    *("layer_budget", "scores", "select"),
+)
 @dataclasses.dataclass(frozen=True)
 class Allocation(PeriodicEviction):
     """Base of policies that distribute the budget of another policy.
@@ -56,55 +60,10 @@ class Allocation(PeriodicEviction):
         )
         super().__post_init__()
 
-    @property
-    def _inner(self) -> PeriodicEviction:
-        assert isinstance(self.scorer, PeriodicEviction)
-        return self.scorer
-
-    # -- handed to the scorer ---------------------------------------------------------------------
-
-    @property
-    def cut_interval(self) -> TracedInt | None:
-        """See `PeriodicEviction.cut_interval`; handed to the scorer."""
-        return self._inner.cut_interval
-
-    @property
-    def protected(self) -> TracedInt:
-        """See `PeriodicEviction.protected`; handed to the scorer."""
-        return self._inner.protected
-
-    def footprint(self, tokens, **options) -> Footprint:
-        """Returns the scorer's footprint: its budget is not exceeded on average."""
-        return self.scorer.footprint(tokens, **options)
-
     def for_length(self, tokens: int) -> Policy:
         """Returns the same allocation around a scorer with a budget in tokens."""
         scorer = self.scorer.for_length(tokens)
         return self if scorer is self.scorer else dataclasses.replace(self, scorer=scorer)
-
-    def init_state(self, shape: CacheShape) -> PolicyState:
-        """See `Policy.init_state`; handed to the scorer."""
-        return self.scorer.init_state(shape)
-
-    def written(self, state, chunk, placement, pool) -> PolicyState:
-        """See `Policy.written`; handed to the scorer."""
-        return self.scorer.written(state, chunk, placement, pool)
-
-    def observe(self, state, chunk, placement, seen) -> PolicyState:
-        """See `Policy.observe`; handed to the scorer."""
-        return self.scorer.observe(state, chunk, placement, seen)
-
-    def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
-        """See `PeriodicEviction.layer_budget`; handed to the scorer."""
-        return self._inner.layer_budget(chunk)
-
-    def scores(self, state, chunk, rows) -> Float[Array, "B K S"]:
-        """See `PeriodicEviction.scores`; handed to the scorer."""
-        return self._inner.scores(state, chunk, rows)
-
-    def select(self, scores, budget, chunk) -> Bool[Array, "B K S"]:
-        """See `PeriodicEviction.select`; handed to the scorer."""
-        return self._inner.select(scores, budget, chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +121,7 @@ class PyramidKV(Allocation):
 
     def layer_budget(self, chunk: Chunk) -> Int[Array, "B 1"]:
         """Returns a budget that falls linearly with the layer's index."""
-        budget, num_layers = self._inner.layer_budget(chunk), chunk.static.num_layers
+        budget, num_layers = super().layer_budget(chunk), chunk.static.num_layers
         if num_layers == 1:
             return budget
         beside = budget - self.protected

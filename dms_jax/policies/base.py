@@ -42,6 +42,8 @@ again if a cut is `due`. The kept slots are compacted in order, and the freed pa
 import copy
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, final
 
 import jax
@@ -331,6 +333,21 @@ class Policy(Options):
             name: value.to_dict() if isinstance(value, Policy) else value
             for name, value in fields.items()
         }
+
+
+def hand_on[P: type[Policy]](to: str, *names: str) -> Callable[[P], P]:
+    """Decorates a policy whose methods and properties of these names are those of its field `to`.
+
+    Subclasses may override them and reach the others through `super`.
+    """
+
+    def decorate(cls: P) -> P:
+        for name in names:
+            of_field = operator.attrgetter(f"{to}.{name}")
+            setattr(cls, name, property(of_field))
+        return cls
+
+    return decorate
 
 
 # -- as a pytree ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dms_jax.policies.base import Policy, hard_marks
 from dms_jax.policies.values import (
@@ -37,6 +37,8 @@ from dms_jax.policies.values import (
     Footprint,
     Placement,
     PolicyState,
+    base_rows,
+    with_base_rows,
 )
 
 # Row state: the last W tokens of each row, each as 2 * slot + marked (one array needs one gather
@@ -79,7 +81,7 @@ class DelayedEviction(Policy):
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives each token the slot of the marked token that it pushes out, or a new one."""
-        ring = self.ring_of(state.rows)
+        ring = base_rows(state.rows)
         size, shift, first = self.visible_window + 1, self.mark_shift, chunk.first[:, None]
         valid = chunk.valid
         num_tokens = valid.shape[-1]
@@ -101,19 +103,19 @@ class DelayedEviction(Policy):
         slots = _inherit_slots(reuse, live - 1, entry // 2, size)
 
         # A token whose own successor (W later) reuses its slot is gone by the end of the chunk.
-        gone = _shift_left(reuse, size)
+        gone = shift_left(reuse, size)
         placement = Placement(
             slots=jnp.where(valid & ~gone, slots, NOT_STORED),
             live=live,
-            evicted=_shift_left(marks, shift),
+            evicted=shift_left(marks, shift),
             past_until=self._past_until(ring, marks, chunk),
         )
         ring = self._advance(ring, slots, marks, chunk)
-        return dataclasses.replace(state, rows=self.with_ring(state.rows, ring)), placement
+        return dataclasses.replace(state, rows=with_base_rows(state.rows, ring)), placement
 
     def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
         """Returns whether each key j is evicted, which token j + shift decides."""
-        return _shift_left(hard_marks(chunk.decisions), self.mark_shift)
+        return shift_left(hard_marks(chunk.decisions), self.mark_shift)
 
     def rows_at(
         self, rows, slots: Int[Array, "*rows W"], evicted: Bool[Array, "*rows W"], seen: int
@@ -127,17 +129,7 @@ class DelayedEviction(Policy):
           seen: length of the sequence, at least W.
         """
         entries = (2 * slots + evicted).astype(jnp.int32)
-        return self.with_ring(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
-
-    # Policies with more row state than the ring (DMC) override these two.
-    def ring_of(self, rows) -> Ring:
-        """Returns the ring within the policy's row state."""
-        return rows
-
-    def with_ring(self, rows, ring: Ring):
-        """Returns the row state with its ring replaced."""
-        del rows
-        return ring
+        return with_base_rows(rows, jnp.roll(entries, seen % (self.visible_window + 1), axis=-1))
 
     def _past_until(self, ring: Ring, marks, chunk: Chunk) -> Int[Array, "B K S"]:
         """Returns the last query of the chunk that sees each earlier slot."""
@@ -186,11 +178,11 @@ class DelayedEviction(Policy):
             ring = entries_at(index, keep, lambda old: old + late_marks)
         own = jnp.arange(num_tokens)[None]
         keep = (own < end) & (own >= end - size)
-        return entries_at(own, keep, lambda _: 2 * slots + _shift_left(marks, shift))
+        return entries_at(own, keep, lambda _: 2 * slots + shift_left(marks, shift))
 
 
-def _shift_left(x: Bool[Array, "B K T"], by: int) -> Bool[Array, "B K T"]:
-    """Moves entry i + by to i, and fills with False.
+def shift_left(x: Shaped[Array, "B K T"], by: int) -> Shaped[Array, "B K T"]:
+    """Moves entry i + by to i, and fills with zeros.
 
     # by=1  In: [1, 0, 1]  Out: [0, 1, 0]
     """

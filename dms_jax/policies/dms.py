@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from dms_jax.checks import Positive, Seed, Traced, Whole, require
 from dms_jax.policies import draws
-from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.delayed_eviction import DelayedEviction, shift_left
 from dms_jax.policies.importance import SINKS
 from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 from dms_jax.policies.values import (
@@ -127,7 +127,7 @@ class DMS(DelayedEviction):
     def predictions(self, decisions: Decisions) -> Float[Array, "B K T"]:
         """Returns the logit of each key's eviction, which may come from a later token."""
         assert decisions.logits is not None
-        return self._shift_to_keys(decisions.logits)
+        return shift_left(decisions.logits, self.shift)
 
     def borrowed(self, group: int, head_dim: int):
         """See `Policy.borrowed`: the last dimension of the first query head of each group."""
@@ -139,12 +139,7 @@ class DMS(DelayedEviction):
         if self.per == "layer":  # one decision, so one noise sample
             noise = jnp.broadcast_to(noise[:, :1], noise.shape)
         noisy = noisy_logits(chunk.decisions.logits, noise, self.temperature)
-        bias = self._shift_to_keys(log_keep(noisy))
+        bias = shift_left(log_keep(noisy), self.shift)
         return Relaxed(
             k=chunk.tokens.k, v=chunk.tokens.v, bias=bias, decisions=straight_through(noisy)
         )
-
-    def _shift_to_keys(self, x: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
-        """Moves the value of token j + shift to key j; beyond the sequence it is zero."""
-        moved = jnp.pad(x[..., self.shift :], ((0, 0), (0, 0), (0, self.shift)))
-        return moved[..., : x.shape[-1]]

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 
 from dms_jax.checks import NotNegative, Range, Traced
 from dms_jax.policies.budget import Sinks
+from dms_jax.policies.future_rotation import mean_rotation, turn
 from dms_jax.policies.periodic_eviction import Scorer
 from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, TracedInt
 
@@ -104,7 +105,7 @@ class ExpectedAttention(Scorer):
         queries: QueryStatistics = state.rows
         wide = queries.mean.dtype
         keys = rows.k.astype(wide)
-        cos, sin = self._future_rotation(chunk, wide)
+        cos, sin = mean_rotation(chunk, np.arange(1, self.future + 1), wide)
         scale = chunk.static.scale
         num_queries = jnp.maximum(chunk.newest + 1 - self.sinks, 1).astype(wide)
         slot = jnp.arange(keys.shape[2])
@@ -112,12 +113,12 @@ class ExpectedAttention(Scorer):
         counted = rows.live & ~kept
 
         def of_head(statistics):
-            logits = scale * jnp.einsum("BKD,BKSD->BKS", _turn(statistics.mean, cos, sin), keys)
+            logits = scale * jnp.einsum("BKD,BKSD->BKS", turn(statistics.mean, cos, sin), keys)
             if statistics.spread is not None:
                 covariance = statistics.spread / num_queries[:, None, None, None]
                 # R C R': rows are rotated, then columns.
-                half = jnp.swapaxes(_turn(covariance, cos[:, :, None], sin[:, :, None]), -1, -2)
-                covariance = _turn(half, cos[:, :, None], sin[:, :, None])
+                half = jnp.swapaxes(turn(covariance, cos[:, :, None], sin[:, :, None]), -1, -2)
+                covariance = turn(half, cos[:, :, None], sin[:, :, None])
                 products = jnp.einsum("BKSD,BKDE->BKSE", keys, covariance)
                 logits += scale**2 / 2 * (products * keys).sum(-1)
             return jax.nn.softmax(jnp.where(counted, logits, -1e30), axis=-1)
@@ -127,24 +128,3 @@ class ExpectedAttention(Scorer):
         if self.value_norm:
             expected = (expected + self.epsilon) * jnp.linalg.norm(rows.v.astype(wide), axis=-1)
         return jnp.where(kept, jnp.inf, expected)
-
-    def _future_rotation(
-        self, chunk: Chunk, dtype: jnp.dtype
-    ) -> tuple[Float[Array, "B 1 half"], Float[Array, "B 1 half"]]:
-        """Returns the mean cos and sin of the positions after the chunk's last token.
-
-        The mean over j of exp(i f (t + j)) is exp(i f t) times that of exp(i f j), j = 1 ... n.
-        """
-        angles = np.arange(1, self.future + 1)[:, None] * np.asarray(chunk.static.frequencies)
-        mean_cos, mean_sin = (jnp.asarray(f(angles).mean(0), dtype) for f in (np.cos, np.sin))
-        last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
-        cos, sin = (
-            jnp.take_along_axis(x, last, axis=1).astype(dtype) for x in chunk.rotation
-        )  # [B, 1, half], the same for every head
-        return cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
-
-
-def _turn(x: Float[Array, "... D"], cos: Array, sin: Array) -> Float[Array, "... D"]:
-    """Rotates the last axis in the planes of dims i and i + D/2."""
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

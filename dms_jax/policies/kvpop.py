@@ -17,23 +17,22 @@ A prompt gets full attention and one cut, or runs like an answer (`victims.py`).
 """
 
 import dataclasses
-from typing import no_type_check
 
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dms_jax.checks import Whole, require
 from dms_jax.policies.budget import highest
+from dms_jax.policies.delayed_eviction import shift_left
 from dms_jax.policies.importance import predicted
 from dms_jax.policies.slots import put_slots, slot_values
 from dms_jax.policies.values import (
     NOT_STORED,
-    ROWS,
     AdapterShape,
     CacheShape,
     Chunk,
     Decisions,
+    Extended,
     FutureAttention,
     Observation,
     Placement,
@@ -48,18 +47,12 @@ from dms_jax.policies.victims import VictimEviction
 WITHIN_WINDOW = 2.0**22  # float32 represents integers exactly up to four times this
 
 
-@no_type_check  # jax also builds it from shapes and from partitions
-@struct.dataclass
-class Window:
-    """The victim of each row, and `own` of the tokens in its window, by position modulo window."""
-
-    victim: Int[Array, "B K"] = struct.field(metadata=ROWS)
-    own: Float[Array, "B K W"] = struct.field(metadata=ROWS)
-
-
 @dataclasses.dataclass(frozen=True)
 class KVpop(VictimEviction):
     """Keeps the window and, within the budget of a head, the tokens with the highest scores.
+
+    Beside its victim, a row keeps `own` of the tokens in its window, [B, K, W], by position modulo
+    window.
 
     Attributes:
       budget, compression_ratio, prefill: see `VictimEviction`; the budget includes the window.
@@ -108,29 +101,19 @@ class KVpop(VictimEviction):
         """Returns the score of each key as it leaves the window."""
         assert decisions.importance is not None
         assert decisions.late is not None
-        late = decisions.late
-        moved = jnp.pad(late[..., self.window :], ((0, 0), (0, 0), (0, self.window)))
-        return decisions.importance + moved[..., : late.shape[-1]]
+        return decisions.importance + shift_left(decisions.late, self.window)
 
     def init_state(self, shape: CacheShape) -> PolicyState:
         """Returns no victim, an empty window and zero scores."""
         own = jnp.zeros((*shape.rows, max(self.window, 1)), shape.wide)
         return PolicyState(
-            rows=Window(victim=super().init_state(shape).rows, own=own),
+            rows=Extended(super().init_state(shape).rows, own),
             pages=jnp.zeros(shape.pages, shape.wide),
         )
 
-    def victim_of(self, rows: Window) -> Int[Array, "B K"]:
-        """See `VictimEviction.victim_of`."""
-        return rows.victim
-
-    def with_victim(self, rows: Window, victim: Int[Array, "B K"]) -> Window:
-        """See `VictimEviction.with_victim`."""
-        return dataclasses.replace(rows, victim=victim)
-
     def written(self, state: PolicyState, chunk: Chunk, placement: Placement, pool) -> PolicyState:
         """Scores tokens that leave the window, and marks the slots of tokens in it."""
-        window: Window = state.rows
+        window: Extended = state.rows
         pages, table = self._leave(state.pages, window.own, chunk), chunk.page_table
         pages = put_slots(pages, table, placement.slots, self._stored_scores(chunk))
         window = dataclasses.replace(window, own=self._enter(window.own, chunk))

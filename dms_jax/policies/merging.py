@@ -17,16 +17,15 @@ every query but its own (appendix F).
 """
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from dms_jax.policies.base import hard_marks
-from dms_jax.policies.delayed_eviction import DelayedEviction, Ring
-from dms_jax.policies.values import ROWS, CacheShape, Chunk, PolicyState, Retrofit
+from dms_jax.policies.delayed_eviction import DelayedEviction
+from dms_jax.policies.values import CacheShape, Chunk, Extended, PolicyState, Retrofit
 
 
 def segment_sums(values: Any, alpha: Float[Array, "B T K"], window: int | None) -> Any:
@@ -95,24 +94,14 @@ def partial_means(
     return (sum_k / total).astype(k.dtype), (sum_v / total).astype(v.dtype)
 
 
-@no_type_check  # jax also builds it from shapes and from partitions
-@struct.dataclass
-class MergeState:
-    """A row's ring (one token) and the unrotated sums of its open segment.
-
-    Attributes:
-      ring: the row state of `DelayedEviction`.
-      sums: omega * (k, v, 1), 2 D + 1 numbers: one running sum without a window, else one entry
-        for each of the last window - 1 tokens, zero for those outside the open segment.
-    """
-
-    ring: Ring = struct.field(metadata=ROWS)
-    sums: Float[Array, "*rows n sums"] = struct.field(metadata=ROWS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Merging(DelayedEviction):
-    """Base of policies that merge a token into the previous slot, weighted by `importance`."""
+    """Base of policies that merge a token into the previous slot, weighted by `importance`.
+
+    Beside the ring of `DelayedEviction`, a row keeps the unrotated sums of its open segment,
+    omega * (k, v, 1), [B, K, n, 2 D + 1]: one running sum without a window, else one entry for each
+    of the last window - 1 tokens, zero for those outside the open segment.
+    """
 
     @property
     def retrofit(self) -> Retrofit:
@@ -133,22 +122,23 @@ class Merging(DelayedEviction):
         """Returns an empty ring and zero sums for each row."""
         entries = 1 if self.merge_window is None else self.merge_window - 1
         sums = jnp.zeros((*shape.rows, entries, 2 * shape.head_dim + 1), shape.wide)
-        return PolicyState(rows=MergeState(ring=super().init_state(shape).rows, sums=sums))
+        return PolicyState(rows=Extended(super().init_state(shape).rows, sums))
 
     def merge(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Chunk]:
         """Replaces keys and values by the running means of their segments."""
-        rows: MergeState = state.rows
+        rows: Extended = state.rows
+        before = rows.own
         old_k, old_v = chunk.tokens.k, chunk.tokens.v
         head_dim = old_k.shape[-1]
         assert chunk.decisions.importance is not None
-        wide = rows.sums.dtype
+        wide = before.dtype
         omega = jnp.swapaxes(chunk.decisions.importance, 1, 2)[..., None].astype(wide)  # [B,T,K,1]
         joins = jnp.swapaxes(hard_marks(chunk.decisions), 1, 2)
         alpha = joins.astype(wide)
         new = jnp.concatenate([old_k.astype(wide), old_v.astype(wide)], -1) * omega
         new = jnp.concatenate([new, omega], -1)
         sums = segment_sums(new, alpha, self.merge_window)
-        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._earlier_share(rows, old_k.shape[1])
+        sums += jnp.cumprod(alpha, axis=1)[..., None] * self._earlier_share(before, old_k.shape[1])
         mean = sums[..., :-1] / sums[..., -1:]
         joins = joins[..., None]
         tokens = dataclasses.replace(
@@ -156,12 +146,15 @@ class Merging(DelayedEviction):
             k=jnp.where(joins, mean[..., :head_dim].astype(old_k.dtype), old_k),
             v=jnp.where(joins, mean[..., head_dim:].astype(old_v.dtype), old_v),
         )
-        rows = dataclasses.replace(rows, sums=self._gathered(rows, sums, new, alpha, chunk.count))
-        return dataclasses.replace(state, rows=rows), dataclasses.replace(chunk, tokens=tokens)
+        own = self._gathered(before, sums, new, alpha, chunk.count)
+        state = dataclasses.replace(state, rows=dataclasses.replace(rows, own=own))
+        return state, dataclasses.replace(chunk, tokens=tokens)
 
-    def _earlier_share(self, rows: MergeState, num_tokens: int) -> Float[Array, "B T K sums"]:
+    def _earlier_share(
+        self, before: Float[Array, "B K n sums"], num_tokens: int
+    ) -> Float[Array, "B T K sums"]:
         """Returns the share of the earlier sums that each token of the chunk still includes."""
-        before = jnp.moveaxis(rows.sums, 1, 2)  # [B, n, K, sums]
+        before = jnp.moveaxis(before, 1, 2)  # [B, n, K, sums]
         if self.merge_window is None:
             return before
         # For token t, the t oldest of the window - 1 entries are outside the window.
@@ -171,14 +164,14 @@ class Merging(DelayedEviction):
 
     def _gathered(
         self,
-        rows: MergeState,
+        before: Float[Array, "B K n sums"],
         sums: Float[Array, "B T K sums"],
         new: Float[Array, "B T K sums"],
         alpha: Float[Array, "B T K"],
         count: Array,
     ) -> Float[Array, "B K n sums"]:
-        """Returns `MergeState.sums` after the chunk's `count` tokens."""
-        before = jnp.moveaxis(rows.sums, 1, 2)
+        """Returns the sums that a row keeps after the chunk's `count` tokens."""
+        before = jnp.moveaxis(before, 1, 2)
         entries = before.shape[1]
         if self.merge_window is None:
             new = sums  # only the last one is kept
@@ -191,11 +184,3 @@ class Merging(DelayedEviction):
             after = jax.lax.cumsum(opened, axis=1, reverse=True) - opened
             kept = jnp.where(after[..., None] > 0, 0, kept)
         return jnp.moveaxis(kept, 2, 1)
-
-    def ring_of(self, rows: MergeState) -> Ring:
-        """See `DelayedEviction.ring_of`; returns the ring beside the sums."""
-        return rows.ring
-
-    def with_ring(self, rows: MergeState, ring: Ring) -> MergeState:
-        """See `DelayedEviction.with_ring`; the sums are unchanged."""
-        return dataclasses.replace(rows, ring=ring)

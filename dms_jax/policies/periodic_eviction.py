@@ -10,20 +10,19 @@ pages freed by a cut are released.
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, no_type_check
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dms_jax.checks import Range, Traced, require
 from dms_jax.policies.base import Policy
 from dms_jax.policies.budget import LONGEST, BudgetedPolicy, bounded, highest
 from dms_jax.policies.values import (
-    ROWS,
     CacheShape,
     Chunk,
+    Extended,
     Footprint,
     PolicyState,
     Rows,
@@ -139,23 +138,12 @@ class Scorer(BudgetedPolicy, PeriodicEviction):
         return bounded(tokens, None if self.interval is None else budget + self.interval)
 
 
-@no_type_check  # jax also builds it from shapes and from partitions
-@struct.dataclass
-class Answering:
-    """State of a policy that cuts rows only during the answer.
-
-    Attributes:
-      prompt: number of tokens of the prompt, 0 before it is prefilled.
-      own: the subclass's own state.
-    """
-
-    prompt: Int[Array, "B K"] = struct.field(metadata=ROWS)
-    own: Any = struct.field(default=(), metadata=ROWS)
-
-
 @dataclasses.dataclass(frozen=True)
 class AnswerEviction(Scorer):
     """Base of policies for long answers: the end of a prompt cuts nothing.
+
+    A row keeps the number of tokens of its prompt, [B, K] (0 before it is prefilled), and beside it
+    the subclass's own state.
 
     Attributes:
       budget, compression_ratio: see `Scorer`.
@@ -185,17 +173,17 @@ class AnswerEviction(Scorer):
     def init_state(self, shape: CacheShape) -> PolicyState:
         """Returns the state of rows without a prompt."""
         prompt = jnp.zeros(shape.rows, jnp.int32)
-        return PolicyState(rows=Answering(prompt=prompt, own=self.init_own(shape)))
+        return PolicyState(rows=Extended(prompt, self.init_own(shape)))
 
     def observe(self, state: PolicyState, chunk: Chunk, placement, seen) -> PolicyState:
         """Counts the tokens of a prompt, which arrive in one-pass chunks."""
-        rows: Answering = state.rows
-        prompt = rows.prompt
+        rows: Extended = state.rows
+        prompt = rows.base
         if chunk.static.one_pass:
             read = jnp.where(chunk.count > 0, chunk.newest + 1, prompt[:, 0])
             prompt = jnp.broadcast_to(read[:, None], prompt.shape)
         own = self.observe_own(rows.own, chunk, seen.q)
-        return dataclasses.replace(state, rows=Answering(prompt=prompt, own=own))
+        return dataclasses.replace(state, rows=Extended(prompt, own))
 
 
 def holds(lengths: Int[Array, "B K"], tokens: Int[Array, " B"], chunk: Chunk) -> Bool[Array, " B"]:

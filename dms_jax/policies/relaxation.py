@@ -2,20 +2,12 @@
 
     l = (a + g1 - g2) / tau,   alpha = sigmoid(l),   g1, g2 ~ Gumbel(0, 1)          (DMS, eq. 1)
 
-The difference of two Gumbel variables is a Logistic(0, 1) variable, which is sampled here directly.
+The difference of two Gumbel variables is a Logistic(0, 1) variable (`jax.random.logistic`).
 The noise is divided by the temperature too, so P(alpha > 1/2) = sigmoid(a) for any tau.
 """
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, UInt32
-
-
-def logistic_noise(
-    key: PRNGKeyArray | UInt32[Array, "..."], shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
-) -> Float[Array, "..."]:
-    """Returns Logistic(0, 1) noise, the difference of two independent Gumbel variables."""
-    return jax.random.logistic(key, shape, dtype)
+from jaxtyping import Array, Float
 
 
 def noisy_logits(

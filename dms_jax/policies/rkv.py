@@ -75,7 +75,8 @@ class RKV(AnswerEviction):
 
     def due(self, state, lengths, chunk) -> Bool[Array, " B"]:
         """Returns whether an interval of the answer ends and rows hold budget + interval tokens."""
-        generated = chunk.newest + 1 - state.rows.prompt[:, 0]
+        prompt = state.rows.base[:, 0]
+        generated = chunk.newest + 1 - prompt
         full = holds(lengths, self.layer_budget(chunk)[:, 0] + self.interval, chunk)
         return full & (generated % self.interval == 0)
 

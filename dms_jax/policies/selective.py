@@ -9,24 +9,17 @@ attention weights.
 
 import dataclasses
 
-from jaxtyping import Array, Bool
-
 from dms_jax.checks import require, show
-from dms_jax.policies.base import Policy
+from dms_jax.policies.base import Policy, delegate
 from dms_jax.policies.delayed_eviction import DelayedEviction
-from dms_jax.policies.values import (
-    CacheShape,
-    Chunk,
-    Decisions,
-    Footprint,
-    Placement,
-    PolicyState,
-    Retrofit,
-    Tokens,
-)
+from dms_jax.policies.values import Retrofit
 from dms_jax.policies.vanilla import Vanilla
 
 
+@delegate(
+    *("over", "appends", "visible_window", "footprint", "decide", "borrowed", "init_state"),
+    *("merge", "write", "written", "evicted"),
+)
 @dataclasses.dataclass(frozen=True)
 class SelectiveReading(Policy):
     """Base of policies that read less than the cache holds. Prompts get full attention.
@@ -51,51 +44,7 @@ class SelectiveReading(Policy):
         """See `Policy.parallel`: prompts get full attention."""
         return "prompts"
 
-    # -- handed to `over` -------------------------------------------------------------------------
-
-    @property
-    def appends(self) -> bool:
-        """See `Policy.appends`; handed to `over`."""
-        return self.over.appends
-
     @property
     def retrofit(self) -> Retrofit:
         """The training of `over`; models are trained with `over` alone."""
         return dataclasses.replace(self.over.retrofit, possible=False)
-
-    @property
-    def visible_window(self) -> int:
-        """See `Policy.visible_window`; handed to `over`."""
-        return self.over.visible_window
-
-    def footprint(self, tokens, **options) -> Footprint:
-        """See `Policy.footprint`; handed to `over`."""
-        return self.over.footprint(tokens, **options)
-
-    def decide(self, tokens: Tokens) -> Decisions:
-        """See `Policy.decide`; handed to `over`."""
-        return self.over.decide(tokens)
-
-    def borrowed(self, group: int, head_dim: int):
-        """See `Policy.borrowed`; handed to `over`."""
-        return self.over.borrowed(group, head_dim)
-
-    def init_state(self, shape: CacheShape) -> PolicyState:
-        """See `Policy.init_state`; handed to `over`."""
-        return self.over.init_state(shape)
-
-    def merge(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Chunk]:
-        """See `Policy.merge`; handed to `over`."""
-        return self.over.merge(state, chunk)
-
-    def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
-        """See `Policy.write`; handed to `over`."""
-        return self.over.write(state, chunk)
-
-    def written(self, state, chunk, placement, pool) -> PolicyState:
-        """See `Policy.written`; handed to `over`."""
-        return self.over.written(state, chunk, placement, pool)
-
-    def evicted(self, chunk: Chunk) -> Bool[Array, "B K T"]:
-        """See `Policy.evicted`; handed to `over`."""
-        return self.over.evicted(chunk)

@@ -38,6 +38,7 @@ from safetensors.numpy import load_file
 
 from dms_jax.checks import Range, Traced
 from dms_jax.errors import ConfigError
+from dms_jax.policies.future_rotation import last_rotation, mean_rotation, turn
 from dms_jax.policies.periodic_eviction import AnswerEviction, holds
 from dms_jax.policies.values import ROWS, CacheShape, Chunk
 
@@ -125,7 +126,7 @@ class TriAttention(AnswerEviction):
 
     def due(self, state, lengths, chunk) -> Bool[Array, " B"]:
         """Returns whether the number of tokens is a multiple of the interval, and rows are full."""
-        budget, prompt = self.layer_budget(chunk)[:, 0], state.rows.prompt[:, 0]
+        budget, prompt = self.layer_budget(chunk)[:, 0], state.rows.base[:, 0]
         full = holds(lengths, budget + (0 if self.counts_prompt else prompt), chunk)
         return full & (prompt < budget) & ((chunk.newest + 1) % self.interval == 0)
 
@@ -135,14 +136,14 @@ class TriAttention(AnswerEviction):
         keys = rows.k.astype(wide)
         lengths = jnp.hypot(*_planes(keys))  # [B, K, S, half], with the factor s
         centres = self._centres(state.rows.own, chunk, keys.shape[1], wide)
-        cos, sin, factor = self._future_rotation(chunk, wide)
-        may_go = rows.live & (jnp.arange(keys.shape[2]) >= state.rows.prompt[..., None])
+        distances = 2 ** np.arange(self.furthest.bit_length())
+        cos, sin = mean_rotation(chunk, 1 + distances, wide)
+        factor = jnp.hypot(*last_rotation(chunk, wide))
+        may_go = rows.live & (jnp.arange(keys.shape[2]) >= state.rows.base[..., None])
 
         def of_head(centre: Centres) -> Float[Array, "B K S"]:
-            low, high = _planes(centre.mean)
-            turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
-            spread = factor * (centre.norm - jnp.hypot(low, high))
-            score = jnp.einsum("BKD,BKSD->BKS", turned, keys)
+            spread = factor * (centre.norm - jnp.hypot(*_planes(centre.mean)))
+            score = jnp.einsum("BKD,BKSD->BKS", turn(centre.mean, cos, sin), keys)
             return score + jnp.einsum("BKF,BKSF->BKS", spread, lengths)
 
         by_head = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), centres)
@@ -175,19 +176,6 @@ class TriAttention(AnswerEviction):
             return jax.lax.dynamic_slice_in_dim(values, first, num_kv_heads)[None]
 
         return Centres(mean=of_layer(found.mean), norm=of_layer(found.norm))
-
-    def _future_rotation(self, chunk: Chunk, dtype: Any) -> tuple[Array, Array, Array]:
-        """Returns the mean cos and sin of t + d, and the factor of the rotation, each [B, 1, half].
-
-        The mean over d of exp(i f (t + d)) is exp(i f (t - 1)) times that of exp(i f (1 + d)).
-        """
-        distances = 2 ** np.arange(self.furthest.bit_length())
-        angles = (1 + distances)[:, None] * np.asarray(chunk.static.frequencies)
-        mean_cos, mean_sin = (jnp.asarray(f(angles).mean(0), dtype) for f in (np.cos, np.sin))
-        last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
-        cos, sin = (jnp.take_along_axis(x, last, axis=1).astype(dtype) for x in chunk.rotation)
-        turned = cos * mean_cos - sin * mean_sin, sin * mean_cos + cos * mean_sin
-        return *turned, jnp.hypot(cos, sin)
 
 
 def _planes(x: Float[Array, "... D"]) -> tuple[Array, Array]:

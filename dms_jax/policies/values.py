@@ -283,6 +283,29 @@ class PolicyState:
     pages: Any = struct.field(default=(), metadata=PAGES)
 
 
+@no_type_check  # jax also builds it from shapes and from partitions
+@struct.dataclass
+class Extended:
+    """The row state of a base policy, and beside it that of a subclass.
+
+    The base reads and replaces its own part by `base_rows` and `with_base_rows`, so a subclass may
+    extend it or not.
+    """
+
+    base: Any = struct.field(metadata=ROWS)
+    own: Any = struct.field(default=(), metadata=ROWS)
+
+
+def base_rows(rows: Any) -> Any:
+    """Returns a base policy's part of the row state."""
+    return rows.base if isinstance(rows, Extended) else rows
+
+
+def with_base_rows(rows: Any, base: Any) -> Any:
+    """Returns the row state with the base policy's part replaced."""
+    return dataclasses.replace(rows, base=base) if isinstance(rows, Extended) else base
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
     """The sizes from which a policy initializes its state.

@@ -12,7 +12,7 @@ tables: memory never exceeds the budget, and tokens beyond it run one by one (`E
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dms_jax.policies.budget import EvictionByToken, bounded, highest
 from dms_jax.policies.values import (
@@ -24,7 +24,9 @@ from dms_jax.policies.values import (
     Placement,
     PolicyState,
     Rows,
+    base_rows,
     place,
+    with_base_rows,
 )
 
 
@@ -51,7 +53,7 @@ class VictimEviction(EvictionByToken):
 
     def write(self, state: PolicyState, chunk: Chunk) -> tuple[PolicyState, Placement]:
         """Gives the first token the victim's slot, and the others new slots."""
-        victim, valid = self.victim_of(state.rows)[..., None], chunk.valid
+        victim, valid = base_rows(state.rows)[..., None], chunk.valid
         first = jnp.arange(valid.shape[-1]) == 0
         reuse = valid & first & (victim != NOT_STORED)
         live = chunk.lengths[..., None] + jnp.cumsum(valid & ~reuse, -1, dtype=jnp.int32)
@@ -98,18 +100,8 @@ class VictimEviction(EvictionByToken):
 
     def _replace_victim(self, state: PolicyState, chunk: Chunk, victim) -> PolicyState:
         """Sets the victim of rows with tokens in the chunk."""
-        victim = jnp.where((chunk.count > 0)[:, None], victim, self.victim_of(state.rows))
-        return dataclasses.replace(state, rows=self.with_victim(state.rows, victim))
-
-    # A policy with more row state than the victim (KVpop) overrides these two.
-    def victim_of(self, rows) -> Int[Array, "B K"]:
-        """Returns the victims within the policy's row state."""
-        return rows
-
-    def with_victim(self, rows, victim: Int[Array, "B K"]):
-        """Returns the row state with its victims replaced."""
-        del rows
-        return victim
+        victim = jnp.where((chunk.count > 0)[:, None], victim, base_rows(state.rows))
+        return dataclasses.replace(state, rows=with_base_rows(state.rows, victim))
 
     def survivors(self, state, chunk: Chunk, rows: Rows, q) -> Bool[Array, "B K S"]:
         """Keeps the slots with the highest scores, within the budget."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from dms_jax import sharding
 from dms_jax.model import low_rank
@@ -64,7 +64,7 @@ def rebuilder(transformer: nnx.Module) -> Rebuild:
 
 
 def shardings(
-    transformer: nnx.Module, mesh: Mesh, rules: sharding.Rules
+    transformer: nnx.Module, mesh: Mesh | AbstractMesh, rules: sharding.Rules
 ) -> dict[str, NamedSharding]:
     """Returns the sharding of each parameter on a mesh.
 

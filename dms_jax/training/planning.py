@@ -30,7 +30,6 @@ from dms_jax.training.flops import attention_operations, layer_parameters, token
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
 from dms_jax.training.remat import LESS_MEMORY, kept_bytes
-from dms_jax.training.shards import check_split
 
 _SHARE_OF_PEAK = 0.5
 _USABLE = 0.8  # share of a device's memory; see the docstring of the module
@@ -259,8 +258,6 @@ def plan(
     )
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-    check_split(recipe, policy, mesh)
-    recipe.pass_size(data)
     program = program_of_shape(
         config, policy, recipe, mesh, dtype, memory=float(target.device.memory)
     )

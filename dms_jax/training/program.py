@@ -30,7 +30,7 @@ from dms_jax.training.parameters import (
     split,
 )
 from dms_jax.training.recipe import Recipe
-from dms_jax.training.remat import choose_remat, holds_constants
+from dms_jax.training.remat import Room, choose_remat, holds_constants
 from dms_jax.training.shards import Shards, check_split, holds_whole_layers
 from dms_jax.training.step import (
     Constants,
@@ -91,13 +91,14 @@ class StepProgram:
             name: Struct(x.shape, x.dtype, sharding=self.places[name]) for name, x in arrays.items()
         }
         trained, frozen = self.split(self.parameters)
-        counts: dict[str, Any] = dict(
+        room = Room(
+            student.config,
             parameters=sum(x.size for x in self.parameters.values()),
             trained=sum(x.size for x in trained.values()),
             shards=sharding.mesh_sizes(mesh),
             memory=memory,
         )
-        self.recipe = choose_remat(recipe, student.config, **counts)
+        self.recipe = choose_remat(recipe, room)
         wide = {
             name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32))
             for name, x in trained.items()
@@ -114,13 +115,13 @@ class StepProgram:
             teacher = {name: x.update(dtype=narrow) for name, x in teacher.items()}
         self.shards = Shards()
         if mesh is not None:
-            together = holds_whole_layers(self.parameters, trained, counts["shards"][-1], memory)
+            together = holds_whole_layers(self.parameters, trained, room.shards[-1], memory)
             # A trainer also keeps frozen parameters in the model's type, if that is another one.
             given = (self.parameters[name] for name in frozen)
             other = (x for x, y in zip(given, frozen.values(), strict=True) if x.dtype != y.dtype)
             held = (*frozen.values(), *teacher.values(), *other)
             constants = sum(x.size * x.dtype.itemsize for x in held)
-            if holds_constants(self.recipe, student.config, constants=constants, **counts):
+            if holds_constants(self.recipe, room, constants):
                 frozen, teacher = (
                     {
                         name: x.update(sharding=sharding.whole(x.sharding))

@@ -9,6 +9,7 @@ matrices.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -62,71 +63,50 @@ def kept_bytes(
     return float(config.num_layers * tokens * values[remat] * size)
 
 
-def choose_remat(
-    recipe: Recipe,
-    config: ModelConfig,
-    *,
-    parameters: int,
-    trained: int,
-    shards: tuple[int, int, int],
-    memory: Number | None,
-) -> Recipe:
-    """Returns the recipe with "auto" in `remat` resolved.
+class Room(NamedTuple):
+    """What decides whether a setting fits a device.
 
-    Args:
-      recipe: the recipe.
+    Attributes:
       config: the model's shape.
       parameters: number of all parameters.
       trained: number of trained parameters.
       shards: sizes of the axes `data`, `sequence` and `model`.
-      memory: bytes of a device; None if unknown.
+      memory: bytes of a device; None if unknown, and then nothing fits.
     """
+
+    config: ModelConfig
+    parameters: int
+    trained: int
+    shards: tuple[int, int, int]
+    memory: Number | None
+
+    def holds(self, recipe: Recipe, remat: Remat, more: Number = 0) -> bool:
+        """Whether kept activations, the training state and `more` bytes take little of a device."""
+        data, sequence, model = self.shards
+        sequences = recipe.pass_size(data) // data
+        kept = kept_bytes(self.config, recipe, remat, sequences, model=model, sequence=sequence)
+        # Trained parameters in float32 with two moments and a gradient; all parameters in the
+        # passes' type.
+        state = (16 * self.trained + 2 * self.parameters) / math.prod(self.shards)
+        return self.memory is not None and kept + state + more < SHARE_OF_MEMORY * self.memory
+
+
+def choose_remat(recipe: Recipe, room: Room) -> Recipe:
+    """Returns the recipe with "auto" in `remat` resolved."""
     if recipe.remat != "auto":
         return recipe
-    keeps: Remat = "all_but_products"
-    took = _bytes(recipe, config, keeps, parameters=parameters, trained=trained, shards=shards)
-    fits = memory is not None and took < SHARE_OF_MEMORY * memory
-    return dataclasses.replace(recipe, remat=keeps if fits else "all_but_attention")
+    fits = room.holds(recipe, "all_but_products")
+    return dataclasses.replace(recipe, remat="all_but_products" if fits else "all_but_attention")
 
 
-def holds_constants(
-    recipe: Recipe,
-    config: ModelConfig,
-    *,
-    constants: Number,
-    parameters: int,
-    trained: int,
-    shards: tuple[int, int, int],
-    memory: Number | None,
-) -> bool:
+def holds_constants(recipe: Recipe, room: Room, constants: Number) -> bool:
     """Whether every device holds the parameters that no step changes, instead of its shard.
 
     Args:
       recipe: the recipe, with "auto" in `remat` resolved.
-      constants: their bytes, over all devices along `model`.
-      config, parameters, trained, shards, memory: see `choose_remat`.
+      room: the model and the devices.
+      constants: bytes of these parameters, over all devices along `model`.
     """
-    if memory is None or recipe.remat in ("auto", "nothing"):
+    if recipe.remat in ("auto", "nothing"):
         return False
-    took = _bytes(
-        recipe, config, recipe.remat, parameters=parameters, trained=trained, shards=shards
-    )
-    return took + constants / shards[-1] < SHARE_OF_MEMORY * memory
-
-
-def _bytes(
-    recipe: Recipe,
-    config: ModelConfig,
-    remat: Remat,
-    *,
-    parameters: int,
-    trained: int,
-    shards: tuple[int, int, int],
-) -> float:
-    """Returns the bytes of kept activations and of the training state on a device."""
-    data, sequence, model = shards
-    sequences = recipe.pass_size(data) // data
-    kept = kept_bytes(config, recipe, remat, sequences, model=model, sequence=sequence)
-    # Trained parameters in float32 with two moments and a gradient; all parameters in the passes'
-    # type.
-    return kept + (16 * trained + 2 * parameters) / math.prod(shards)
+    return room.holds(recipe, recipe.remat, constants / room.shards[-1])

@@ -3,7 +3,8 @@
 import os
 from typing import Any
 
-from dms_jax.errors import CheckpointError, ConfigError
+from dms_jax.errors import CheckpointError
+from dms_jax.extras import import_extra
 
 
 class TensorBoard:
@@ -17,13 +18,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "TensorBoard logging needs tensorboardX: pip install 'dms-jax[tensorboard]'."
-            ) from error
-        self._folder, self._writer, self._open = os.fspath(folder), None, SummaryWriter
+        library = import_extra("tensorboardX", extra="tensorboard", purpose="TensorBoard logging")
+        self._folder, self._writer, self._open = os.fspath(folder), None, library.SummaryWriter
 
     def __call__(self, record: dict[str, Any]) -> None:
         """Writes a record; the numbers of its `evaluation` go under that name.

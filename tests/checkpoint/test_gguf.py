@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import chex
+import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 import dms_jax
 from dms_jax.checkpoint import load
 from dms_jax.checkpoint.gguf import weights
-from dms_jax.checkpoint.gguf.weights import package
 from dms_jax.config import Rope
 from dms_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint.gguf_files import NAMES, convert, permute
@@ -232,7 +232,7 @@ def test_each_device_reads_its_part(tmp_path, monkeypatch):
     convert(directory, tmp_path / "model.gguf", KINDS["mixed"])
     mesh = dms_jax.make_mesh(model=2)
     whole = load(tmp_path / "model.gguf")
-    quants, taken = package().quants, []
+    quants, taken = gguf.quants, []
     dequantize = quants.dequantize
     monkeypatch.setattr(
         quants, "dequantize", lambda *args: taken.append(out := dequantize(*args)) or out
@@ -254,7 +254,7 @@ def test_dequantisation_makes_no_float32_copy(tmp_path, monkeypatch):
     convert(directory, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
     monkeypatch.setattr(weights, "_CHUNK", 1024)
     largest = []
-    quants = package().quants
+    quants = gguf.quants
     dequantize = quants.dequantize
     monkeypatch.setattr(
         quants, "dequantize", lambda *args: largest.append(out := dequantize(*args)) or out

@@ -3,6 +3,7 @@
 import pathlib
 import struct
 
+import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -182,14 +183,12 @@ def test_unknown_type_of_numbers_is_refused(kind, message, tmp_path):
 
 
 def test_type_without_dequantisation_is_refused(tmp_path, monkeypatch):
-    from dms_jax.checkpoint.gguf.weights import package
-
     data = encode(np.ones((24, 32)), Kind.Q5_1)
 
     def refuse(*_):
         raise NotImplementedError("Dequantization for Q5_1 is not yet implemented")
 
-    monkeypatch.setattr(package().quants, "dequantize", refuse)
+    monkeypatch.setattr(gguf.quants, "dequantize", refuse)
     path = tmp_path / "model.gguf"
     entries = {"blk.0.attn_q.weight": (data, Kind.Q5_1)}
     convert(LLAMA, path, change=lambda c: c.update(entries))

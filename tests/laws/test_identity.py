@@ -66,7 +66,7 @@ def test_other_options_of_same_neurons_do_not_warn():
 )
 def test_decisions_with_another_meaning_are_refused(declared, asked):
     model = LanguageModel(model_of(2, True), policy=declared)
-    with pytest.raises(ConfigError, match=r"trained for .* Leave the policy out"):
+    with pytest.raises(ConfigError, match=r"trained for .* Give its own policy"):
         model.resolve_policy(asked)
 
 

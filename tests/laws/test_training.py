@@ -15,7 +15,6 @@ import pytest
 from dms_jax.errors import ConfigError
 from dms_jax.model.attention import Relaxation
 from dms_jax.policies import DMC, DMS, POLICIES, FixedPooling, KVzap
-from dms_jax.policies.relaxation import logistic_noise
 from tests.laws.rows import model_of
 from tests.laws.simulations import dmc_neuron, dms_decisions, merge_decisions, scorer_outputs
 from tests.oracles import dmc, dms, transformer, vanilla
@@ -122,7 +121,7 @@ def test_soft_form_equals_the_paper(policy, noisy):
             noise = np.zeros(shape)
             if noisy:
                 key = jax.random.fold_in(keys[row], layer.index)
-                noise = logistic_noise(key, shape, np.dtype(float))
+                noise = jax.random.logistic(key, shape, np.dtype(float))
             outputs, made = simulate_soft(policy, layer, np.asarray(noise).T)
             decisions.append(made.T)
             return Trace(outputs, [], [], [])

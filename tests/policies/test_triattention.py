@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.policies.periodic_eviction import Answering
-from dms_jax.policies.values import Chunk, Decisions, PolicyState, Rows, Static, Tokens
+from dms_jax.policies.values import Chunk, Decisions, Extended, PolicyState, Rows, Static, Tokens
 from dms_jax.training import calibrate_queries
 from tests.generation.support import stories
 from tests.oracles import rope, scored
@@ -60,7 +59,7 @@ def chunk_at(position, factor=1.0) -> Chunk:
 def scores_of(policy, k, factor=1.0):
     """Scores of all tokens of a row, with keys k [S, K, D] rotated with a factor."""
     keys = jnp.asarray(np.moveaxis(factor * k, 0, 1)[None])
-    state = PolicyState(rows=Answering(prompt=jnp.full((1, HEADS), PROMPT)))
+    state = PolicyState(rows=Extended(jnp.full((1, HEADS), PROMPT)))
     rows = Rows(k=keys, v=keys, lengths=jnp.full((1, HEADS), SEEN))
     return np.asarray(policy.scores(state, chunk_at(SEEN - 1, factor), rows))[0]
 
@@ -160,6 +159,6 @@ def test_centres_equal_those_of_the_models_queries(tmp_path):
 )
 def test_rows_are_cut_at_multiples_of_the_interval(prompt, seen, held, counts_prompt, due):
     policy = dms_jax.TriAttention(budget=12, interval=4, counts_prompt=counts_prompt)
-    state = PolicyState(rows=Answering(prompt=jnp.full((1, HEADS), prompt)))
+    state = PolicyState(rows=Extended(jnp.full((1, HEADS), prompt)))
     chunk = chunk_at(seen - 1)
     assert policy.due(state, jnp.full((1, HEADS), held), chunk).tolist() == [due]

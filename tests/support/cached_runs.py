@@ -21,8 +21,7 @@ from dms_jax.cache import Cache
 from dms_jax.config import LayerKind, ModelConfig
 from dms_jax.model.cached_attention import attend_cached, in_one_pass, in_use, plan_steps
 from dms_jax.model.caching import init_cache
-from dms_jax.model.cutting import cut_layers
-from dms_jax.model.layer_cache import LayerCache
+from dms_jax.model.cutting import LayerCache, cut_layers
 from dms_jax.model.layer_loop import Role, Stretch, scan_layers
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded

@@ -1,14 +1,13 @@
-"""The relaxation of a decision: the rows of the released code, and the noise."""
+"""The relaxation of a decision: the rows of the released code."""
 
 import functools
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from dms_jax.policies.relaxation import log_keep, logistic_noise, noisy_logits, straight_through
+from dms_jax.policies.relaxation import log_keep, noisy_logits, straight_through
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +37,3 @@ class ReleasedCodeTest(chex.TestCase):
         value, gradient = self.variant(decide)(found)
         chex.assert_trees_all_equal(value, hard)
         chex.assert_trees_all_close(gradient, alpha * (1 - alpha), rtol=1e-2, atol=1e-20)
-
-
-def test_the_noise_is_logistic():
-    """P(a + noise > 0) = sigmoid(a): at the initial logit of -5, 0.00669 of the tokens."""
-    noise = np.asarray(logistic_noise(jax.random.key(0), (200_000,)))
-    for logit in (-5.0, -1.0, 0.0, 2.0):
-        expected = 1 / (1 + np.exp(-logit))
-        error = np.sqrt(expected * (1 - expected) / noise.size)
-        assert abs((logit + noise > 0).mean() - expected) < 4 * error

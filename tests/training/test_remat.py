@@ -19,7 +19,7 @@ from dms_jax.training import retrofit
 from dms_jax.training import trainer as library
 from dms_jax.training.program import StepProgram, program_of_shape
 from dms_jax.training.recipe import Recipe, Stage
-from dms_jax.training.remat import choose_remat, holds_constants, kept_bytes
+from dms_jax.training.remat import Room, choose_remat, holds_constants, kept_bytes
 from dms_jax.training.trainer import Trainer
 from tests.support.models import tiny_config
 from tests.training.tiny import ADAPTER, documents, language_model, recipe
@@ -47,19 +47,16 @@ def test_products_are_kept_where_memory_allows(
         config, adapter=policy.retrofit.adapter, low_rank=None, dtype=np.float32
     )
     size = sum(x.size for x in jax.tree.leaves(skeleton))
-    chosen = choose_remat(
-        open_one,
+    room = Room(
         config,
         parameters=size,
         trained=size if trainable == "all" else 10**6,
         shards=(1, 1, 1),
         memory=None if device is None else float(DEVICES[device].memory),
     )
-    assert chosen == dataclasses.replace(open_one, remat=expected)
+    assert choose_remat(open_one, room) == dataclasses.replace(open_one, remat=expected)
     told = dataclasses.replace(open_one, remat="everything")
-    assert (
-        choose_remat(told, config, parameters=1, trained=1, shards=(1, 1, 1), memory=1e15) == told
-    )
+    assert choose_remat(told, room._replace(memory=1e15)) == told
 
 
 def test_tensor_parallelism_does_not_split_hidden_states():
@@ -77,15 +74,8 @@ def test_tensor_parallelism_does_not_split_hidden_states():
 
     large = dataclasses.replace(OPEN, batch_size=32, micro_batch_size=1)
     size, memory = 70_600_000_000, DEVICES["v6e"].memory
-    chosen = choose_remat(
-        large,
-        SHAPES["llama-3.1-70b"],
-        parameters=size,
-        trained=size,
-        shards=(32, 1, 8),
-        memory=float(memory),
-    )
-    assert chosen.remat == "all_but_attention"
+    room = Room(SHAPES["llama-3.1-70b"], size, size, (32, 1, 8), float(memory))
+    assert choose_remat(large, room).remat == "all_but_attention"
 
 
 @pytest.mark.parametrize(
@@ -109,20 +99,19 @@ def test_constants_are_whole_where_memory_allows(shape, length, trainable, devic
     open_one = dataclasses.replace(
         OPEN, sequence_length=length, batch_size=8, micro_batch_size=1, remat="all_but_products"
     )
-    told: dict[str, Any] = dict(
-        constants=2.0 * size,
+    room = Room(
+        config,
         parameters=size,
         trained=size if trainable == "all" else 10**6,
         shards=(8, 1, 1),
         memory=None if device is None else float(DEVICES[device].memory),
     )
-    assert holds_constants(open_one, config, **told) == expected
+    assert holds_constants(open_one, room, 2 * size) == expected
     unknown = dataclasses.replace(open_one, remat="nothing")
-    assert not holds_constants(unknown, config, **told)
+    assert not holds_constants(unknown, room, 2 * size)
     if expected:  # devices along `model` share them
-        more = told | dict(constants=2.0 * size * 20)
-        assert not holds_constants(open_one, config, **more)
-        assert holds_constants(open_one, config, **more | dict(shards=(8, 1, 32)))
+        assert not holds_constants(open_one, room, 40 * size)
+        assert holds_constants(open_one, room._replace(shards=(8, 1, 32)), 40 * size)
 
 
 def test_trainer_and_plan_choose_alike(monkeypatch):

@@ -6,16 +6,14 @@ Each token has a type, numbered as in sentencepiece. Some files give control tok
 text; `_Vocabulary` corrects that.
 """
 
-import dataclasses
 import re
 import warnings
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from dms_jax.checkpoint import sentencepiece
-from dms_jax.checkpoint.backends import QWEN_WORDS, library_errors
+from dms_jax.checkpoint.backends import QWEN_WORDS, Words, byte_level, library_errors
 from dms_jax.checkpoint.gguf.file import GgufFiles
 from dms_jax.checkpoint.sentencepiece import PieceType
 from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends
@@ -36,29 +34,12 @@ _TEKKEN_WORDS = _CASED_WORDS % ("", "", "")
 _O200K_WORDS = _CASED_WORDS % (*[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, "{1,3}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Words:
-    """A pre-tokenizer, which splits text into words; bytes are merged within words.
-
-    Attributes:
-        cuts: regular expressions; each splits the parts made by the previous ones.
-        whole: whether a word that is a token is used directly, without merges.
-        begin: whether a text begins with the begin token by default.
-        nfc: whether text is normalized to Unicode's NFC first.
-    """
-
-    cuts: tuple[str, ...]
-    whole: bool = False
-    begin: bool = False
-    nfc: bool = False
-
-
-_GPT2 = _Words((_GPT2_WORDS,))
-_DIGITS = _Words((r"\p{N}", _GPT2_WORDS))
-_LLAMA3 = _Words((_LLAMA3_WORDS,), whole=True, begin=True)
-_QWEN2 = _Words((QWEN_WORDS,), nfc=True)
+_GPT2 = Words((_GPT2_WORDS,))
+_DIGITS = Words((r"\p{N}", _GPT2_WORDS))
+_LLAMA3 = Words((_LLAMA3_WORDS,), whole=True, begin=True)
+_QWEN2 = Words((QWEN_WORDS,), nfc=True)
 _WORDS = {
-    "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "default": Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
     "mpt": _GPT2,
@@ -75,13 +56,13 @@ _WORDS = {
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
     "pixtral": _LLAMA3,
-    "smaug-bpe": _Words((_LLAMA3_WORDS,)),
+    "smaug-bpe": Words((_LLAMA3_WORDS,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
-    "deepseek-coder": _Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "gpt-4o": _Words((_O200K_WORDS,), whole=True),
-    "tekken": _Words((_TEKKEN_WORDS,), whole=True, begin=True),
+    "deepseek-coder": Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "gpt-4o": Words((_O200K_WORDS,), whole=True),
+    "tekken": Words((_TEKKEN_WORDS,), whole=True, begin=True),
 }
 
 # Tokens that always end an answer, as in llama.cpp: many files declare only the token that ends a
@@ -306,26 +287,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
                 "which is not a pair of tokens that form a token"
             )
         pairs.append(pair)
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=words.whole)
-    )
-    if words.nfc:
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in words.cuts),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    special = (PieceType.CONTROL, PieceType.UNKNOWN)
-    added = [
-        AddedToken(token, special=kind in special, normalized=False)
-        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-        if kind in special or kind == PieceType.USER_DEFINED
-    ]
-    backend.add_tokens(added)
+    backend = byte_level(vocabulary.ids, pairs, words)
+    sentencepiece.add_whole_pieces(backend, vocabulary.tokens, vocabulary.types)
     return backend, words.begin
 
 

@@ -14,7 +14,6 @@ The package `gguf` dequantises tensors in blocks of rows, directly into the requ
 """
 
 import dataclasses
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -27,6 +26,7 @@ from dms_jax.checkpoint import names
 from dms_jax.checkpoint.gguf.file import GgufFiles, TensorInfo
 from dms_jax.checkpoint.weights import Tensors
 from dms_jax.errors import CheckpointError, plain
+from dms_jax.extras import import_extra
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -94,21 +94,6 @@ _MAX_EXPERTS = 4096
 _CHUNK = 2**20  # elements to dequantise at a time
 
 
-def package() -> ModuleType:
-    """Imports the package `gguf`, which is an extra.
-
-    Raises:
-        CheckpointError: the package is not installed.
-    """
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise CheckpointError(
-            "reading a GGUF file needs the package gguf, which is not installed: "
-            "pip install 'dms-jax[gguf]'"
-        ) from error
-
-
 class GgufWeights(Tensors):
     """Tensors by their Hugging Face names, read lazily.
 
@@ -127,7 +112,9 @@ class GgufWeights(Tensors):
         self.config_name = f"the metadata of {files.name}"
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, np.dtype] = {}
-        self._package = package()
+        self._package = import_extra(
+            "gguf", extra="gguf", purpose="Reading a GGUF file", error=CheckpointError
+        )
         self._infos: dict[str, TensorInfo] = {}
         self._stored: dict[str, str] = {}
         self._interleaved_heads: dict[str, int] = {}

@@ -4,7 +4,7 @@ from typing import Any
 
 from dms_jax.command_line.reports import write_text
 from dms_jax.command_line.self_taught.settings import SelfTaught
-from dms_jax.evaluation import percent
+from dms_jax.evaluation.result import markdown_table, percent
 
 
 def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
@@ -30,7 +30,7 @@ def _table(results: dict[str, Any]) -> str:
     columns = ["", "distillation", "loss", "peak", "", "live at the end", "reads", ""]
     if judged:
         columns += ["accuracy", "peak of answers", "ended"]
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    rows = [columns]
     base = results["systems"]["vanilla"]
     for name, row in results["systems"].items():
         cells = [
@@ -50,8 +50,8 @@ def _table(results: dict[str, Any]) -> str:
                 f"{answers['peak']:.0f}",
                 f"{answers['ended']:.0%}",
             ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(rows, numbers=True)
 
 
 def _legend(results: dict[str, Any]) -> str:

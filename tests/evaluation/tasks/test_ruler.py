@@ -259,7 +259,7 @@ def test_malformed_hotpotqa_is_rejected(tmp_path, record, message):
         RULER("qa_2", questions=path).fitted(characters).problem("test", 0)
 
 
-@pytest.mark.parametrize("adjectives", ["", "red"])
+@pytest.mark.parametrize("adjectives", ["\n", "red"])
 def test_too_few_keys_are_rejected(tmp_path, adjectives):
     """Keys must differ, and too few words leave no further key."""
     for name, lines in (

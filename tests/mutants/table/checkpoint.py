@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "tokenizers: runs of spaces are looked for in text that is not escaped",
         FOLDER + "sentencepiece.py",
-        "escaped = not model.add_dummy_prefix",
-        "escaped = False",
+        "escaped=not model.add_dummy_prefix",
+        "escaped=False",
         ("tests/checkpoint/test_tokenizer.py::test_ids_are_those_of_the_reference",),
     ),
     Mutant(

@@ -8,12 +8,12 @@ vocabulary of the shipped novels, and the essay from the part of the novels held
 import collections
 import dataclasses
 import functools
-import json
 import pathlib
 import re
 
 from dms_jax import assets
 from dms_jax.checks import show
+from dms_jax.data.files import read_json, read_text
 from dms_jax.data.tasks.words import ADJECTIVES, NOUNS
 from dms_jax.errors import DataError
 
@@ -81,12 +81,9 @@ def read_essay(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return _novels()
     path = pathlib.Path(path)
-    text = _text(path)
+    text = read_text(path)
     if path.suffix == ".json":
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}.") from error
+        data = read_json(text, f"{path}")
         text = data.get("text") if isinstance(data, dict) else None
         if not isinstance(text, str):
             raise DataError(f'{path} must hold {{"text": "..."}}, got {show(data)}.')
@@ -124,11 +121,4 @@ def _novels() -> tuple[str, ...]:
 
 
 def _lines(path: pathlib.Path) -> tuple[str, ...]:
-    return tuple(filter(None, map(str.strip, _text(path).splitlines())))
-
-
-def _text(path: pathlib.Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text: {error}.") from error
+    return tuple(filter(None, map(str.strip, read_text(path).splitlines())))

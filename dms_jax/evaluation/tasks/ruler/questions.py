@@ -8,13 +8,13 @@ The files are those of their publishers, for the development set:
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dms_jax.checks import show
+from dms_jax.data.files import read_json, read_text
 from dms_jax.errors import DataError
 from dms_jax.evaluation.tasks.ruler.formats import DOCUMENT, QUESTIONS, Family, Filled, occurrences
 
@@ -104,7 +104,7 @@ def read_squad(path: pathlib.Path, seed: int) -> Questions:
     with _named(path, "SQuAD"):
         articles = [
             [(_text(paragraph["context"]), paragraph["qas"]) for paragraph in article["paragraphs"]]
-            for article in _data(path)["data"]
+            for article in read_json(read_text(path), f"{path}")["data"]
         ]
         documents, place = _placed(text for article in articles for text, _ in article)
         questions = []
@@ -138,7 +138,7 @@ def read_hotpotqa(path: pathlib.Path, seed: int) -> Questions:
                 _text(each["answer"]),
                 [f"{title}\n{''.join(lines)}" for title, lines in each["context"]],
             )
-            for each in _data(path)
+            for each in read_json(read_text(path), f"{path}")
         ]
         documents, place = _placed(text for *_, texts in records for text in texts)
         questions = [
@@ -146,15 +146,6 @@ def read_hotpotqa(path: pathlib.Path, seed: int) -> Questions:
             for question, answer, texts in records
         ]
         return _checked(path, Questions(questions, documents, seed))
-
-
-def _data(path: pathlib.Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}.") from error
 
 
 @contextlib.contextmanager
