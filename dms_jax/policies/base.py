@@ -335,7 +335,7 @@ class Policy(Options):
         }
 
 
-def hand_on[P: type[Policy]](to: str, *names: str) -> Callable[[P], P]:
+def delegate[P: type[Policy]](to: str, *names: str) -> Callable[[P], P]:
     """Decorates a policy whose methods and properties of these names are those of its field `to`.
 
     Subclasses may override them and reach the others through `super`.
