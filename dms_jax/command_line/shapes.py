@@ -11,8 +11,8 @@ from dms_jax.generation.memory import sequence_bytes
 from dms_jax.policies import Policy, Vanilla
 
 
-def _shape(family: str, *sizes: Any, **more: Any) -> ModelConfig:
-    """V, E, F, L, H, K, D and positions."""
+def shape(family: str, *sizes: Any, **more: Any) -> ModelConfig:
+    """Returns a model's shape from V, E, F, L, H, K, D and positions, and other fields by name."""
     return ModelConfig(*sizes, model_type=family, **dict(FAMILIES[family].fixed) | more)
 
 
@@ -40,30 +40,30 @@ _OLMO3: dict[str, Any] = dict(
     layer_types=(*["sliding"] * 3, "full"), window=4096, rope=Rope(theta=500_000.0)
 )
 SHAPES: dict[str, ModelConfig] = {
-    "llama-3.2-1b": _shape("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, tie_embeddings=True),
-    "llama-2-7b": _shape("llama", 32000, 4096, 11008, 32, 32, 32, 128, 4096),
-    "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072),
-    "llama-3.1-70b": _shape("llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072),
-    "qwen-r1-1.5b": _shape("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 131072),
-    "qwen-r1-7b": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072),
-    "qwen-r1-32b": _shape("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 131072),
-    "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960),
-    "qwen3-30b-a3b": _shape(
+    "llama-3.2-1b": shape("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, tie_embeddings=True),
+    "llama-2-7b": shape("llama", 32000, 4096, 11008, 32, 32, 32, 128, 4096),
+    "llama-3.1-8b": shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072),
+    "llama-3.1-70b": shape("llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072),
+    "qwen-r1-1.5b": shape("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 131072),
+    "qwen-r1-7b": shape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072),
+    "qwen-r1-32b": shape("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 131072),
+    "qwen3-8b": shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960),
+    "qwen3-30b-a3b": shape(
         *("qwen3_moe", 151936, 2048, 768, 48, 32, 4, 128, 40960), experts=Experts(128, 8)
     ),
-    "mistral-7b": _shape("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 32768),
-    "olmo-2-7b": _shape("olmo2", 100352, 4096, 11008, 32, 32, 32, 128, 4096),
-    "olmo-3-7b": _shape("olmo3", 100278, 4096, 11008, 32, 32, 32, 128, 65536, **_OLMO3),
-    "smollm3-3b": _shape(
+    "mistral-7b": shape("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 32768),
+    "olmo-2-7b": shape("olmo2", 100352, 4096, 11008, 32, 32, 32, 128, 4096),
+    "olmo-3-7b": shape("olmo3", 100278, 4096, 11008, 32, 32, 32, 128, 65536, **_OLMO3),
+    "smollm3-3b": shape(
         *("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 65536),
         layer_types=("full", "full", "full", "unrotated"),
         tie_embeddings=True,
     ),
-    "phi-3-mini-4k": _shape(
+    "phi-3-mini-4k": shape(
         "phi3", 32064, 3072, 8192, 32, 32, 32, 96, 4096, layer_types=("sliding",), window=2047
     ),
-    "phi-4": _shape("phi3", 100352, 5120, 17920, 40, 40, 10, 128, 16384),
-    "gemma-2-2b": _shape(
+    "phi-4": shape("phi3", 100352, 5120, 17920, 40, 40, 10, 128, 16384),
+    "gemma-2-2b": shape(
         *("gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192),
         layer_types=("sliding", "full"),
         window=4096,
@@ -71,20 +71,20 @@ SHAPES: dict[str, ModelConfig] = {
         logit_soft_cap=30.0,
         tie_embeddings=True,
     ),
-    "gemma-3-270m": _shape("gemma3_text", 262144, 640, 2048, 18, 4, 1, 256, 32768, **_GEMMA3),
-    "gemma-3-1b": _shape("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 32768, **_GEMMA3),
-    "gemma-3-4b": _shape(
+    "gemma-3-270m": shape("gemma3_text", 262144, 640, 2048, 18, 4, 1, 256, 32768, **_GEMMA3),
+    "gemma-3-1b": shape("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 32768, **_GEMMA3),
+    "gemma-3-4b": shape(
         *("gemma3_text", 262208, 2560, 10240, 34, 8, 4, 256, 131072), **_GEMMA3_LONG
     ),
-    "gemma-3-27b": _shape(
+    "gemma-3-27b": shape(
         *("gemma3_text", 262208, 5376, 21504, 62, 32, 16, 128, 131072),
         attention_scale=168**-0.5,
         **_GEMMA3_LONG,
     ),
-    "gpt-oss-20b": _shape(
+    "gpt-oss-20b": shape(
         *("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 64, 131072), experts=Experts(32, 4), **_GPT_OSS
     ),
-    "gpt-oss-120b": _shape(
+    "gpt-oss-120b": shape(
         *("gpt_oss", 201088, 2880, 2880, 36, 64, 8, 64, 131072), experts=Experts(128, 4), **_GPT_OSS
     ),
 }

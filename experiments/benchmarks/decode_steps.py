@@ -51,7 +51,7 @@ from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
-from experiments.benchmarks.timing import about
+from experiments.benchmarks.timing import about, rounded
 
 Heads = Literal["uneven", "even", "few"]
 PAGE_SIZE = 64
@@ -157,20 +157,21 @@ def row_lengths(
     heads = (config.batch * parallel(model)[0], model.config.num_kv_heads)
     lengths = np.full((len(sliding), *heads), min(window or 0, config.context))
     rows = (model.config.num_full_layers, *heads)
-    lengths[~sliding] = _growing_lengths(config, rows, ratio, spread)
+    lengths[~sliding] = spread_lengths(rows, config.context, config.window, ratio, spread)
     return lengths
 
 
-def _growing_lengths(
-    config: Config, shape: tuple[int, int, int], ratio: int, spread: Heads
+def spread_lengths(
+    shape: tuple[int, int, int], context: int, window: int, ratio: float, spread: Heads = "uneven"
 ) -> np.ndarray:
+    """Draws [L, B, K] live tokens with mean context / ratio, equal in all sequences."""
     if ratio == 1:
-        return np.full(shape, config.context)
-    least, far = config.window + 1, config.context - config.window - 1
-    kept = (config.context / ratio - config.window - 1) / far
+        return np.full(shape, context)
+    least, far = window + 1, context - window - 1
+    kept = (context / ratio - window - 1) / far
     drawn = np.random.default_rng(0).uniform(0, 2 * kept, (shape[0], 1, shape[2]))
     drawn *= kept / drawn.mean()
-    lengths = least + np.round(drawn * far).astype(np.int64)
+    lengths = np.minimum(least + np.round(drawn * far), context).astype(np.int64)
     total, count = int(lengths.sum()), lengths.size
     if spread == "even":
         even = np.full(count, total // count)
@@ -510,20 +511,15 @@ def draw_picture(folder: pathlib.Path, path: pathlib.Path) -> None:
     Raises:
       ConfigError: there is no report.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     reports = [json.loads(each.read_text()) for each in sorted(folder.glob("decode_steps*.json"))]
     if not reports:
         raise dms_jax.ConfigError(f"--picture {folder}: there is no decode_steps.json.")
     rows = [row for report in reports for row in report["rows"]]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    size = 9, 1.9 * len(shapes) + 0.8
-    figure, axes = plt.subplots(
-        len(shapes), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(9, 1.9 * len(shapes) + 0.8), layout="constrained")
+    axes = figure.subplots(len(shapes), 1, sharex=True, squeeze=False)
     for axis, shape in zip(axes[:, 0], shapes, strict=True):
         own = [row for row in rows if row["shape"] == shape]
         colors = ["tab:blue" if "ratio" in row else "tab:gray" for row in own]
@@ -568,11 +564,7 @@ def main(config: Config) -> None:
 
     def add(shape: str, name: str, figures: dict) -> None:
         results["rows"].append(dict(shape=shape, name=name, **figures))
-        shown = {
-            key: round(value, 3) if isinstance(value, float) else value
-            for key, value in figures.items()
-        }
-        print(shape, name, shown, flush=True)
+        print(shape, name, rounded(figures), flush=True)
         write_json(config.out, results)
 
     for shape in config.shapes:

@@ -16,7 +16,6 @@ program, each over separate data; for the others the kernels' own times count.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -158,19 +157,10 @@ def draw_pictures(source: pathlib.Path, out: pathlib.Path) -> None:
         drawn[path.name](json.loads(path.read_text()), out / path.with_suffix(".png").name)
 
 
-@functools.cache
-def pyplot() -> Any:
-    """Imports matplotlib's pyplot, for pictures without a screen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def draw_decode(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the rates of a report as bars, with the pure-read rate as a line."""
+    from matplotlib.figure import Figure
+
     records = [r for r in report["records"] if "period_us" in r and r["case"] in PICTURED]
     names = [name for name in PICTURED if any(r["case"] == name for r in records)]
     bars = [
@@ -182,8 +172,8 @@ def draw_decode(report: dict[str, Any], path: pathlib.Path) -> None:
         ]
         for case in names
     ]
-    size = (10, 0.25 * sum(map(len, bars)) + 2)
-    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+    figure = Figure(figsize=(10, 0.25 * sum(map(len, bars)) + 2), layout="constrained")
+    axes = figure.subplots()
     place, middles = 0.0, []
     for found in bars:  # bars of a case below each other, and a gap before the next case
         middles.append(place + (len(found) - 1) / 2)
@@ -216,7 +206,10 @@ def draw_decode(report: dict[str, Any], path: pathlib.Path) -> None:
 
 def draw_training(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the speed of each contender at the shapes of the bars, and memory against length."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4))
+    left, right = figure.subplots(1, 2)
     timed = [x for x in report["speed"] if x["case"]["name"] in names_of(training_cases.BARS)]
     names = [name for name in timed[0]["times"] if name.endswith("forward_backward")]
     for index, name in enumerate(names):

@@ -38,6 +38,7 @@ from experiments.benchmarks.decode_steps import (
     filled_runner,
     read_rate,
     roofline,
+    spread_lengths,
     time_runner,
 )
 from experiments.benchmarks.settings import check_numbers
@@ -144,10 +145,7 @@ def row_lengths(contender: Contender, shape: tuple[int, int, int], context: int)
         return np.broadcast_to(pyramid(contender, shape[0])[:, None, None], shape)
     if not contender.uneven:
         return np.full(shape, contender.live)
-    heads = np.random.default_rng(0).uniform(0, 2, (shape[0], 1, shape[2]))
-    heads *= (contender.live - WINDOW - 1) / heads.mean()
-    lengths = np.minimum(WINDOW + 1 + np.round(heads), context)
-    return np.broadcast_to(lengths, shape).astype(np.int64)
+    return spread_lengths(shape, context, WINDOW, context / contender.live)
 
 
 def pyramid(contender: Contender, num_layers: int) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
 
 import dms_jax
+from dms_jax.command_line import shapes
+from dms_jax.config import Experts
 from dms_jax.model.transformer import Transformer
 from dms_jax.policies import Policy
 from dms_jax.sharding import DECODING_RULES
@@ -26,76 +28,36 @@ Shape = Literal[
     "tiny-experts",
     "tiny-windows",
 ]
-
-
-def _fields(family: str, *sizes: int, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
-    """Fields of config.json from V, E, F, L, H, K, and others by name."""
-    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
-    fields = dict(zip([*names.split(), "num_key_value_heads"], sizes, strict=True))
-    own = {} if head_dim is None else {"head_dim": head_dim}
-    return {"model_type": family, **fields, **own, **more}
-
-
-_SLIDING_FIRST = ["sliding_attention", "full_attention"]
-SHAPES: dict[Shape, dict[str, Any]] = {
-    "llama-3.1-8b": _fields("llama", 128256, 4096, 14336, 32, 32, 8, head_dim=128),
-    "llama-3.2-1b": _fields(
-        *("llama", 128256, 2048, 8192, 16, 32, 8), head_dim=64, tie_word_embeddings=True
+_POSITIONS = 131072
+_KNOWN = [name for name in get_args(Shape) if name in shapes.SHAPES]
+_OWN: dict[str, dms_jax.ModelConfig] = {
+    "qwen2.5-0.5b": shapes.shape(
+        *("qwen2", 151936, 896, 4864, 24, 14, 2, 64, _POSITIONS), tie_embeddings=True
     ),
-    "qwen3-8b": _fields("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),
-    "qwen2.5-0.5b": _fields("qwen2", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
-    "qwen2.5-1.5b": _fields("qwen2", 151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
-    "qwen3-30b-a3b": _fields(
-        *("qwen3_moe", 151936, 2048, 6144, 48, 32, 4),
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
+    "qwen2.5-1.5b": shapes.shape(
+        *("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, _POSITIONS), tie_embeddings=True
     ),
-    "gpt-oss-20b": _fields(
-        *("gpt_oss", 201088, 2880, 2880, 24, 64, 8),
-        head_dim=64,
-        num_local_experts=32,
-        num_experts_per_tok=4,
-        attention_bias=True,
-        sliding_window=128,
-        layer_types=_SLIDING_FIRST * 12,
+    "tiny": shapes.shape("llama", 512, 64, 128, 2, 4, 2, 16, _POSITIONS),
+    "tiny-experts": shapes.shape(
+        *("qwen3_moe", 512, 64, 64, 2, 4, 2, 16, _POSITIONS), experts=Experts(8, 2)
     ),
-    "gemma-3-4b": _fields(
-        *("gemma3_text", 262208, 2560, 10240, 34, 8, 4),
-        head_dim=256,
-        query_pre_attn_scalar=256,
-        sliding_window=1024,
-        layer_types=[
-            "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(34)
-        ],
-        hidden_act="gelu_pytorch_tanh",
-        tie_word_embeddings=True,
-    ),
-    "tiny": _fields("llama", 512, 64, 128, 2, 4, 2, head_dim=16),
-    "tiny-experts": _fields(
-        *("qwen3_moe", 512, 64, 128, 2, 4, 2),
-        head_dim=16,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    ),
-    "tiny-windows": _fields(
-        *("gpt_oss", 512, 64, 64, 4, 4, 2),
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        attention_bias=True,
-        sliding_window=32,
-        layer_types=_SLIDING_FIRST * 2,
+    "tiny-windows": dataclasses.replace(
+        shapes.SHAPES["gpt-oss-20b"],
+        **dict(vocab_size=512, hidden_size=64, intermediate_size=64, num_layers=4, num_heads=4),
+        **dict(num_kv_heads=2, head_dim=16, experts=Experts(4, 2), window=32),
     ),
 }
-LLAMA_2_7B = _fields("llama", 32000, 4096, 11008, 32, 32, 32, head_dim=128)
-COMMON: dict[str, Any] = dict(
-    max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu"
-)
+
+
+def fields_of(config: dms_jax.ModelConfig) -> dict[str, Any]:
+    """Returns the fields of config.json of a shape, with positions for every context."""
+    return dataclasses.replace(config, max_position_embeddings=_POSITIONS).to_hf()
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    name: fields_of(config)
+    for name, config in ({name: shapes.SHAPES[name] for name in _KNOWN} | _OWN).items()
+}
 
 
 def meshes_of(
@@ -119,7 +81,7 @@ def meshes_of(
 
 def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:
     """Raises ConfigError unless the devices can share the KV heads of a shape."""
-    heads = SHAPES[shape]["num_key_value_heads"]
+    heads = config_of(shape).num_kv_heads
     for size in model_parallel:
         if heads % size:
             fit = [str(each) for each in range(1, heads + 1) if heads % each == 0]
@@ -131,7 +93,7 @@ def check_heads(shape: Shape, model_parallel: Sequence[int]) -> None:
 
 def config_of(shape: Shape) -> dms_jax.ModelConfig:
     """Returns the architecture of a shape."""
-    return dms_jax.ModelConfig.from_hf(COMMON | SHAPES[shape])
+    return dms_jax.ModelConfig.from_hf(SHAPES[shape])
 
 
 def model_of(
@@ -148,7 +110,7 @@ def random_model(
 
     On a mesh each device makes its own part of them.
     """
-    config = dms_jax.ModelConfig.from_hf(COMMON | fields)
+    config = dms_jax.ModelConfig.from_hf(fields)
 
     def make() -> Transformer:
         return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))

@@ -30,11 +30,12 @@ import dms_jax
 from dms_jax.checks import Range, check
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import run
+from dms_jax.command_line.shapes import SHAPES
 from dms_jax.model.caching import tree_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.timing import about
+from experiments.benchmarks.timing import about, rounded
 
 Part = Literal["batch", "prompt", "kcache"]
 PAGE = 64
@@ -155,7 +156,9 @@ def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> No
 
 def measure_kcache(config: Config, add: Any) -> None:
     """Decoding at KCache's shape: the time between first and last tokens."""
-    fields = shapes.LLAMA_2_7B if config.shape != "tiny" else shapes.SHAPES["tiny"]
+    fields = shapes.fields_of(SHAPES["llama-2-7b"])
+    if config.shape == "tiny":
+        fields = shapes.SHAPES["tiny"]
     model = shapes.random_model(fields, jnp.dtype(config.dtype))
     context, new = config.kcache_context, config.kcache_tokens
     random = np.random.default_rng(0)
@@ -200,11 +203,7 @@ def main(config: Config) -> None:
 
     def add(part: str, **figures: Any) -> None:
         results["rows"].append(dict(part=part, **figures))
-        shown = {
-            key: round(value, 3) if isinstance(value, float) else value
-            for key, value in figures.items()
-        }
-        print(part, shown, flush=True)
+        print(part, rounded(figures), flush=True)
         write_json(config.out, results)
 
     if {"batch", "prompt"} & set(config.parts):

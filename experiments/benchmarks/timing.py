@@ -48,11 +48,6 @@ class Timing:
 Event = tuple[float, float, str]  # start and duration in microseconds, name
 
 
-def device_events(run: Callable[[], None]) -> list[Event]:
-    """Runs under the profiler; returns the events of all GPUs, in order."""
-    return sorted(itertools.chain(*events_by_device(run)))
-
-
 def events_by_device(run: Callable[[], None]) -> list[list[Event]]:
     """Runs under the profiler; returns the events of each GPU that has any, in order."""
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +94,7 @@ def time_chain(chain: Callable[[], jax.Array]) -> Timing:
         for _ in range(CHAINS):
             chain().block_until_ready()
 
-    events = device_events(run)
+    events = sorted(itertools.chain(*events_by_device(run)))
     durations: dict[str, list[float]] = {}
     for _, duration, name in events:
         durations.setdefault(name, []).append(duration)
@@ -139,7 +134,7 @@ def time_in_turns(
 ) -> dict[str, list[list[tuple[str, float]]]]:
     """Times the kernels of alternating compiled functions, by CUPTI.
 
-    Such a process must not use jax's profiler (`device_events`), because both read CUPTI.
+    Such a process must not use jax's profiler (`events_by_device`), because both read CUPTI.
 
     Args:
       calls: function and arguments by name.
@@ -221,6 +216,14 @@ def environment() -> dict[str, Any]:
         "versions": {name: found[name] for name in names if name in found},
         "date": datetime.date.today().isoformat(),
     } | ({"xla_flags": flags} if (flags := os.environ.get("XLA_FLAGS")) else {})
+
+
+def rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns figures with three decimals, to print."""
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in figures.items()
+    }
 
 
 def about(config: Any) -> dict[str, Any]:

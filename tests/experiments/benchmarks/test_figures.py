@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gzip
 import json
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,9 @@ from tests.support.tree import ROOT
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", shapes.SHAPES.values(), ids=shapes.SHAPES)
-def test_shapes_are_valid_configs(fields):
-    config = dms_jax.ModelConfig.from_hf(shapes.COMMON | fields)
-    assert config.num_layers == fields["num_hidden_layers"]
+@pytest.mark.parametrize("name", get_args(shapes.Shape))
+def test_shapes_are_valid_configs(name):
+    assert shapes.config_of(name).num_layers == shapes.SHAPES[name]["num_hidden_layers"]
 
 
 # -- decode steps ----------------------------------------------------------------------------------
