@@ -15,7 +15,7 @@ from pallas_kernels import tuned
 from pallas_kernels.decode.plan import DecodePlan, make_plan
 from pallas_kernels.decode.rows import Rows
 from pallas_kernels.decode.spec import LOG2_E, MOST_COLUMNS, QUERY_STEP, Spec, mma_bytes
-from pallas_kernels.dispatch import mosaic_lacks, target_gpu
+from pallas_kernels.dispatch import mosaic_lacks, not_hopper, target_gpu
 from pallas_kernels.padding import pad_axis
 
 # Rows of the matrix unit; several smaller pages make one tile.
@@ -162,10 +162,7 @@ def _why_too_large(name: str, q, rows: Rows, plan, most: int, **fields) -> str |
 def why_not_mosaic(q, rows: Rows, plan, **static):
     """Returns why the Hopper kernel cannot serve a call, or None."""
     del static
-    gpu = target_gpu()
-    if gpu.capability != (9, 0):
-        return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
-    if reason := _why_no_kernel(q, rows, plan):
+    if reason := not_hopper() or _why_no_kernel(q, rows, plan):
         return reason
     shape = _shape(q, rows)
     if shape.itemsize == 1 and not shape.copies_scales:
@@ -185,9 +182,8 @@ def why_not_mma(q, rows: Rows, plan, **static):
     return _why_too_large("mosaic_mma", q, rows, plan, gpu.shared_bytes, copies=False)
 
 
-def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=None, interpret=None):
+def mosaic(q, rows: Rows, plan, *, settings=None, interpret=None, **static):
     """Computes `decode_attention` on Hopper GPUs; returns a tuple of results."""
-    from pallas_kernels.decode.combine import combine
     from pallas_kernels.decode.mosaic import attend
     from pallas_kernels.decode.mosaic_plan import MOST_ROWS, make_plan_on_gpu
 
@@ -204,23 +200,18 @@ def mosaic(q, rows: Rows, plan, *, scale, return_lse, return_scores, settings=No
         settings or settings_of("mosaic_gpu", shape),
         tile=plan.tile,
         programs=plan.programs,
-        scale=scale,
-        return_lse=return_lse,
-        return_scores=return_scores,
+        **static,
     )
     heads = query_operands(q, spec)
     if interpret is not None:
         # The interpreter does not zero-fill boxes that extend outside an array.
         heads = pad_axis(heads, 2, spec.columns)
-    out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
-    out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
-    out = _transpose(out, spec) if spec.transposed else out
-    return tuple(x[:, :group] for x in _results(spec, rows, out, lse, scores))
+    results = _results(spec, plan, rows, attend(spec, plan, heads, rows, interpret), interpret)
+    return tuple(x[:, :group] for x in results)
 
 
-def mma(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=None):
+def mma(q, rows: Rows, plan, *, interpret=None, **static):
     """Computes `decode_attention` with Ampere's products; returns a tuple of results."""
-    from pallas_kernels.decode.combine import combine
     from pallas_kernels.decode.mma import attend
 
     shape = _shape(q, rows)
@@ -232,20 +223,20 @@ def mma(q, rows: Rows, plan, *, scale, return_lse, return_scores, interpret=None
         settings_of("mosaic_mma", shape),
         tile=plan.tile,
         programs=plan.programs,
-        scale=scale,
-        return_lse=return_lse,
-        return_scores=return_scores,
         copies=False,
+        **static,
     )
     heads = jnp.pad(q, ((0, 0), (0, spec.columns - spec.group), (0, 0)))
-    out, lse, partials, partial_lse, scores = attend(spec, plan, heads, rows, interpret)
+    return _results(spec, plan, rows, attend(spec, plan, heads, rows, interpret), interpret)
+
+
+def _results(spec: Spec, plan, rows: Rows, attended, interpret):
+    """Merges what programs wrote; returns the requested results, in natural logarithms."""
+    from pallas_kernels.decode.combine import combine
+
+    out, lse, partials, partial_lse, scores = attended
     out, lse = combine(spec, plan, partials, partial_lse, out, lse, interpret)
-    return _results(spec, rows, _transpose(out, spec), lse, scores)
-
-
-def _results(spec: Spec, rows: Rows, out, lse, scores):
-    """Returns the requested results, in natural logarithms."""
-    results = [out]
+    results = [_transpose(out, spec) if spec.transposed else out]
     if spec.return_lse:
         results.append(lse[:, : spec.group] / LOG2_E)
     if spec.return_scores:

@@ -11,7 +11,6 @@ Float8 pages are converted, and multiplied by their scales, on the way to shared
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -188,20 +187,8 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
       interpret: parameters of the interpreter, for tests.
 
     Returns:
-      O^T [R, out_rows, N] of rows that one program reads whole (others are left unwritten), base-2
-      lse [R, N], partial results [R + C, out_rows, N], their base-2 lse [R + C, N], and base-2
-      scores [R, slots padded to whole tiles, N].
+      See `Spec.results`.
     """
-    partials = spec.rows + spec.programs
-    score_slots = -(-rows.slots // spec.tile) * spec.tile if spec.return_scores else 1
-    score_rows = spec.rows if spec.return_scores else 1
-    out_type = (
-        jax.ShapeDtypeStruct((spec.rows, spec.out_rows, spec.columns), spec.dtype),
-        jax.ShapeDtypeStruct((spec.rows, spec.columns), jnp.float32),
-        jax.ShapeDtypeStruct((partials, spec.out_rows, spec.columns), jnp.float32),
-        jax.ShapeDtypeStruct((partials, spec.columns), jnp.float32),
-        jax.ShapeDtypeStruct((score_rows, score_slots, spec.columns), jnp.float32),
-    )
     operand = functools.partial(plgpu.SMEM, dtype=spec.dtype)
     swizzle = _swizzle(spec)
     transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
@@ -218,7 +205,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
 
     kernel = plgpu.kernel(
         body,
-        out_type=out_type,
+        out_type=spec.results(rows.slots),
         scratch_types=scratch,
         grid=(spec.programs,),
         grid_names=("program",),

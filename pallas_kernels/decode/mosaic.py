@@ -21,7 +21,6 @@ scratch memory that all warpgroups of a program share.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -196,23 +195,8 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
       interpret: parameters of the interpreter, for tests.
 
     Returns:
-      The result (of rows that one program reads whole; others are left unwritten), base-2 lse
-      [R, N], partial results [R + C, out_rows, N], their base-2 lse [R + C, N], and base-2 scores
-      [R, slots padded to whole tiles, N].
+      See `Spec.results`.
     """
-    results = (spec.rows, spec.out_rows, spec.columns)
-    if not spec.transposed:
-        results = (spec.rows, spec.group, spec.head_dim)
-    partials = spec.rows + spec.programs
-    score_slots = -(-rows.slots // spec.tile) * spec.tile if spec.return_scores else 1
-    score_rows = spec.rows if spec.return_scores else 1
-    out_type = (
-        jax.ShapeDtypeStruct(results, spec.dtype),
-        jax.ShapeDtypeStruct((spec.rows, spec.columns), jnp.float32),
-        jax.ShapeDtypeStruct((partials, spec.out_rows, spec.columns), jnp.float32),
-        jax.ShapeDtypeStruct((partials, spec.columns), jnp.float32),
-        jax.ShapeDtypeStruct((score_rows, score_slots, spec.columns), jnp.float32),
-    )
     page = (spec.stages, spec.tile, spec.head_dim)
     page_smem = plgpu.SMEM(
         page, spec.pages_dtype, transforms=swizzled(spec.head_dim, spec.pages_dtype)
@@ -287,7 +271,7 @@ def attend(spec: Spec, plan, q, rows: Rows, interpret=None):
 
     kernel = plgpu.kernel(
         body,
-        out_type=out_type,
+        out_type=spec.results(rows.slots),
         scratch_types=scratch,
         grid=(spec.programs,),
         grid_names=("program",),

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.shared_memory import REDUCTION_BYTES, laid_out
@@ -136,6 +137,29 @@ class Spec:
         The copy engine stores transposed registers, and overlapping blocks would race.
         """
         return not self.copies or len(self.blocks) > 1
+
+    def results(self, slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the results of the attention kernel for tables of this many slots.
+
+        They are O or O^T of rows that one program reads whole (others are left unwritten), their
+        base-2 lse [R, N], partial results [R + C, out_rows, N], their base-2 lse [R + C, N], and
+        base-2 scores [R, slots padded to whole tiles, N].
+        """
+        whole = (self.rows, self.group, self.head_dim)
+        if self.transposed:
+            whole = (self.rows, self.out_rows, self.columns)
+        partials = self.rows + self.programs
+        scores = (self.rows, -(-slots // self.tile) * self.tile) if self.return_scores else (1, 1)
+        others = (
+            (self.rows, self.columns),
+            (partials, self.out_rows, self.columns),
+            (partials, self.columns),
+            (*scores, self.columns),
+        )
+        return (
+            jax.ShapeDtypeStruct(whole, self.dtype),
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in others),
+        )
 
     @property
     def shared_bytes(self) -> int:

@@ -133,7 +133,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_each_kernel_serves_its_listed_cases(card, form, monkeypatch):
     """It refuses the others with a reason; other tests run the served ones."""
-    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: card)
     for case in (*cases.CONTRACT, *cases.XLA_ONLY):
         with jax.enable_x64(case.dtype == "float64"):
             said = FORMS[form](*split_rows(structs(case)), plan=None)

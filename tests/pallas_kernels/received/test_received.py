@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import received_attention
+from pallas_kernels import dispatch, received_attention
 from pallas_kernels.received import NEVER, cases, gpu, reference
 from tests.pallas_kernels.received.support import ORDER, draw, oracle, structs
 from tests.pallas_kernels.support import (
@@ -131,8 +131,8 @@ def test_reasons_name_the_limit(monkeypatch):
     assert "serves bfloat16 operands alone" in reason(dtype="float16")
     assert "float32" in reason(keys="float32")
     assert "positive" in reason(scale=0.0)
-    card = gpu.target_gpu().__class__("NVIDIA L4", 58, (8, 9))
-    monkeypatch.setattr(gpu, "target_gpu", lambda: card)
+    card = dispatch.GPU("NVIDIA L4", 58, (8, 9))
+    monkeypatch.setattr(dispatch, "_local_gpu", lambda: card)
     assert "NVIDIA L4" in reason()
 
 
