@@ -18,10 +18,33 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _START_SECONDS = 60.0
 _MAX_ANSWER = 2**29  # bytes of the longest answer, with every character escaped
+
+
+def start_python(
+    arguments: Sequence[str], environment: Mapping[str, str] = {}, **options: Any
+) -> subprocess.Popen[Any]:
+    """Starts another Python, which Ctrl-C does not reach, with this one's import path.
+
+    Args:
+      arguments: its command line.
+      environment: variables beside this process's own.
+      **options: see `subprocess.Popen`.
+
+    Raises:
+      OSError: it cannot be started.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.Popen(
+        [sys.executable, "-P", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        start_new_session=True,
+        **options,
+    )
 
 
 class Running:
@@ -36,15 +59,11 @@ class Running:
     """
 
     def __init__(self, program: pathlib.Path, arguments: tuple[str, ...]):
-        # This process's search path, so that the worker finds the same packages.
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(program), *arguments],
+        self.process = start_python(
+            [str(program), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C must reach only the parent
         )
         if self._exchange(b"", _START_SECONDS) != b"ready\n":
             self.close()

@@ -134,15 +134,13 @@ def main(config: Config) -> None:
         service.start()
         try:
             service.smoke_test()
-            name = name_of(config)
-            calls = call_format_of(config, service.engine.model)
             served = ServedModel.of(
                 service,
-                name,
+                name_of(config),
                 sampling,
                 config.seed,
-                access,
-                calls,
+                access=access,
+                call_format=call_format_of(config, service.engine.model),
                 changes_adapters=config.allow_adapter_changes,
             )
             host, port = taken.getsockname()[:2]

@@ -151,8 +151,8 @@ class _Api:
             )
         if isinstance(parsed, dict):
             return JSONResponse(parsed)
-        self._log_unknown(parsed.unknown)
-        prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.choices)]
+        self._log_unknown(parsed.asked.unknown)
+        prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.asked.choices)]
         deltas, begun = _DeltaQueue(len(prompts)), set()
 
         def listen(delta: Delta | Exception) -> None:
@@ -166,15 +166,15 @@ class _Api:
             if delta.completion is not None:
                 self._metrics.count_answer(delta.completion, start)
 
-        adapter = served.models[parsed.model]
+        adapter = served.models[parsed.asked.model]
         key = await self._engine.submit(
-            prompts, parsed.sampling, listen, adapter=adapter, priority=parsed.priority
+            prompts, parsed.sampling, listen, adapter=adapter, priority=parsed.asked.priority
         )
         make_formatter = APIS[request.url.path].formatter
         assert make_formatter is not None
         formatter = make_formatter(parsed, served)
         cancel = functools.partial(self._engine.cancel, key)
-        if parsed.stream:
+        if parsed.asked.stream:
             return _EventStream(deltas, formatter, cancel)
         async with _cancel_on_exit(request.receive, deltas, cancel):
             return await _whole_response(deltas, formatter)

@@ -29,7 +29,7 @@ from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import Asked, output_rule
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta
-from dms_jax.serving.tools import Tools, check_tools, make_tool
+from dms_jax.serving.tools import Tools, check_tools, make_tool, read_choice
 
 _FIELDS = Table(
     COMPLETING
@@ -98,13 +98,7 @@ def read_tools(given: Mapping[str, Any]) -> Tools:
     tools = [
         _tool(tool, f"tools[{n}]") for n, tool in enumerate(check_tools(given.get("tools", [])))
     ]
-    choice, named = given.get("tool_choice", "auto" if tools else "none"), None
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        # in the Responses API the name is beside the type
-        function = choice.get("function", choice)
-        named = function.get("name") if isinstance(function, dict) else None
-        if isinstance(named, str):
-            choice = "required"
+    choice, named = read_choice(given, tools)
     parallel = given.get("parallel_tool_calls", True)
     return Tools.of(tools, choice, named=named, parallel=parallel)
 

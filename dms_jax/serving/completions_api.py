@@ -98,7 +98,7 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
 class CompletionFormatter(Formatter):
     """Formats text completions; chat completions differ in their choices.
 
-    `request.details` says whether the last chunk of a stream has the usage.
+    `request.asked.details` says whether the last chunk of a stream has the usage.
     """
 
     names = "cmpl", "text_completion", "text_completion"  # for ids, whole answers, chunks
@@ -122,7 +122,7 @@ class CompletionFormatter(Formatter):
 
     def closing(self, completions: Sequence[Completion]) -> list[str]:
         events = [data_event("[DONE]")]
-        if self.request.details:
+        if self.request.asked.details:
             usage = {"usage": self.usage(completions).completion}
             events.insert(0, data_event(to_json(self._envelope(self.names[2], []) | usage)))
         return events
@@ -210,7 +210,7 @@ class CompletionFormatter(Formatter):
 
     def prompt_of(self, choice: int) -> list[int]:
         """Returns the token ids of the prompt of a choice."""
-        return self.request.prompts[choice // self.request.choices]
+        return self.request.prompts[choice // self.request.asked.choices]
 
     def chunk(self, choice: dict[str, Any]) -> str:
         """Returns the event of a choice."""
@@ -220,7 +220,7 @@ class CompletionFormatter(Formatter):
     @functools.cached_property
     def _chunk_frame(self) -> tuple[str, str]:
         """The JSON before and after the choice, the same in every chunk."""
-        usage = {"usage": None} if self.request.details else {}
+        usage = {"usage": None} if self.request.asked.details else {}
         head, tail = to_json(self._envelope(self.names[2], []) | usage).split('"choices":[]')
         return f'{head}"choices":[', f"]{tail}"
 
@@ -229,6 +229,6 @@ class CompletionFormatter(Formatter):
             "id": f"{self.names[0]}-{self.id}",
             "object": kind,
             "created": self.created,
-            "model": self.request.model,
+            "model": self.request.asked.model,
             "choices": choices,
         }

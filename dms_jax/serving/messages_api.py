@@ -280,7 +280,7 @@ class MessageFormatter(Formatter):
             "id": f"msg_{self.id}",
             "type": "message",
             "role": "assistant",
-            "model": self.request.model,
+            "model": self.request.asked.model,
             "content": content,
             "usage": usage,
         }

@@ -40,7 +40,6 @@ class Asked:
       max_field: the field of `max_new_tokens`, for errors.
       cuts_max: whether `max_new_tokens` is reduced to what fits, for clients that always send a
         large number.
-      prompt_field: the field of the prompts, for errors.
       echo: whether the only prompt is scored too, after its first token.
       priority: see `Service.submit`.
       details: anything else that the API's formatter needs.
@@ -57,7 +56,6 @@ class Asked:
     stream: bool = False
     max_field: str = "max_tokens"
     cuts_max: bool = False
-    prompt_field: str = "prompt"
     echo: bool = False
     priority: int = 0
     details: Any = None
@@ -80,29 +78,21 @@ class GenerationRequest:
     """A request that is ready for the engine.
 
     Attributes:
-      model: name of the model, one of `ServedModel.models`.
+      asked: the parsed request.
       prompts: token ids, one list for each prompt.
-      choices: answers to each prompt.
-      sampling: how they are sampled.
-      stream: whether tokens are sent as they are generated.
+      sampling: how answers are sampled.
       form: how the text of an answer is parsed.
-      priority, details, unknown: see `Asked`.
     """
 
-    model: str
+    asked: Asked
     prompts: list[list[int]]
-    choices: int
     sampling: Sampling
-    stream: bool
     form: AnswerForm = PLAIN
-    priority: int = 0
-    details: Any = None
-    unknown: tuple[str, ...] = ()
 
     @property
     def answers(self) -> int:
         """The number of answers."""
-        return len(self.prompts) * self.choices
+        return len(self.prompts) * self.asked.choices
 
 
 def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
@@ -118,7 +108,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
       DataError: a prompt is invalid.
     """
     chat = asked.prompts if isinstance(asked.prompts, Chat) else None
-    field = asked.prompt_field if chat is None else chat.field
+    field = "prompt" if chat is None else chat.field
     count = 1 if chat else len(asked.prompts)  # pyright: ignore[reportArgumentType]
     _check_answers(count, asked.choices, served.max_requests, field)
     prompts, form = encode(asked.prompts, served, field)
@@ -165,17 +155,7 @@ def prepare(asked: Asked, served: ServedModel, seed: int) -> GenerationRequest:
         max_new_tokens=most,
         grammar=grammar,
     )
-    return GenerationRequest(
-        asked.model,
-        prompts,
-        asked.choices,
-        sampling,
-        asked.stream,
-        form,
-        priority=asked.priority,
-        details=asked.details,
-        unknown=asked.unknown,
-    )
+    return GenerationRequest(asked, prompts, sampling, form)
 
 
 def encode(

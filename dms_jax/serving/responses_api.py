@@ -37,7 +37,7 @@ from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import Asked, GenerationRequest, response_format_rule
 from dms_jax.serving.rpc import ServedModel
 from dms_jax.serving.service import Delta
-from dms_jax.serving.tools import Tools, check_tools, make_tool
+from dms_jax.serving.tools import Tools, check_tools, make_tool, read_choice
 
 _FIELDS = Table(
     SAMPLING
@@ -63,7 +63,7 @@ def read(body: bytes, served: ServedModel) -> Asked:
     """Parses a body; raises RefusalError."""
     given, unknown = _FIELDS.read(body, served.models)
     tools, left_out = _tools(given.get("tools", []))
-    choice, named = _choice(given, bool(tools))
+    choice, named = read_choice(given, tools)
     parallel = given.get("parallel_tool_calls", True)
     variables = template_variables(given)
     effort = given.get("reasoning", {}).get("effort")
@@ -126,20 +126,6 @@ def _in_namespace(namespace: Any, name: Any, where: str) -> str:
             param="tools",
         )
     return f"{namespace}{_SEPARATOR}{name}"
-
-
-def _choice(given: Mapping[str, Any], offers: bool) -> tuple[Any, str | None]:
-    choice = given.get("tool_choice", "auto" if offers else "none")
-    if not isinstance(choice, dict):
-        return choice, None
-    name = choice.get("name")
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise RefusalError(
-            f'tool_choice must be a text or {{"type": "function", "name": ...}}, got '
-            f"{show(choice)}.",
-            param="tool_choice",
-        )
-    return "required", name
 
 
 # -- items ---------------------------------------------------------------------------------------
@@ -258,11 +244,11 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class ResponseFormatter(Formatter):
-    """Formats responses; `request.details` are the fields to echo."""
+    """Formats responses; `request.asked.details` are the fields to echo."""
 
     def __init__(self, request: GenerationRequest, served: ServedModel):
         super().__init__(request, served)
-        tools = request.details["tools"]
+        tools = request.asked.details["tools"]
         self._namespaces = [
             _in_namespace(tool["name"], "", "tools")
             for tool in tools
@@ -386,7 +372,7 @@ class ResponseFormatter(Formatter):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self.request.model,
+            "model": self.request.asked.model,
             "output": [item.written("completed") for item in self._items],
             "previous_response_id": None,
             "store": False,
@@ -396,4 +382,4 @@ class ResponseFormatter(Formatter):
             "metadata": {},
             "usage": None,
         }
-        return response | self.request.details | more
+        return response | self.request.asked.details | more

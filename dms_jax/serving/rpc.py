@@ -15,13 +15,11 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import os
 import pickle
 import queue
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -29,6 +27,7 @@ from typing import Any, BinaryIO
 from dms_jax.config import ModelConfig
 from dms_jax.errors import DmsJaxError, OtherProcessError
 from dms_jax.generation import Sampling
+from dms_jax.helper_process import start_python
 from dms_jax.serving.access import Access
 from dms_jax.serving.service import Delta, Listener, Service, Snapshot, notify
 
@@ -79,12 +78,9 @@ class ServedModel:
         name: str,
         defaults: Sampling,
         seed: int,
-        access: Access | None = None,
-        call_format: str | None = None,
-        *,
-        changes_adapters: bool = False,
+        **more: Any,
     ) -> "ServedModel":
-        """Describes the model of a service, called `name`, and its adapters."""
+        """Describes the model of a service, called `name`, and its adapters; `more` are fields."""
         model = service.engine.model
         return cls(
             models={name if each is None else each: each for each in service.engine.adapters},
@@ -95,9 +91,7 @@ class ServedModel:
             max_requests=service.max_requests,
             defaults=defaults,
             seed=seed,
-            access=Access() if access is None else access,
-            call_format=call_format,
-            changes_adapters=changes_adapters,
+            **more,
         )
 
 
@@ -206,25 +200,22 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-def start_http(*sockets: socket.socket) -> subprocess.Popen[bytes]:
+def start_http(*sockets: socket.socket) -> subprocess.Popen[Any]:
     """Starts the HTTP process, which inherits the sockets.
 
-    Its command line has their file descriptors. It has this process's import path and no device.
-    Ctrl-C does not reach it.
+    Its command line has their file descriptors. It has no device.
 
     Raises:
       OSError: it cannot be started.
     """
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     descriptors = [each.fileno() for each in sockets]
     run = "from dms_jax.serving.http_process import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", run, *map(str, descriptors)],
+    return start_python(
+        ["-c", run, *map(str, descriptors)],
+        {"JAX_PLATFORMS": "cpu"},
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        start_new_session=True,
     )
 
 
@@ -250,6 +241,7 @@ class EngineServer:
     ):
         self._service, self._connection = service, connection
         self._on_disconnect = on_disconnect
+        service.after_chunk = self._queue_deltas
         self._indices: dict[int, list[int]] = {}  # key -> indices of its requests in the service
         self._deltas: list[tuple[int, tuple[Any, ...] | Exception]] = []  # of this chunk
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -304,7 +296,6 @@ class EngineServer:
                 call.prompts,
                 call.sampling,
                 listen,
-                self._queue_deltas,
                 adapter=call.adapter,
                 priority=call.priority,
             )
@@ -316,7 +307,8 @@ class EngineServer:
     def _queue_deltas(self) -> None:
         """Queues the deltas of a chunk as one message; called in the engine's thread."""
         deltas, self._deltas = self._deltas, []
-        self._outbox.put(Deltas(deltas))
+        if deltas:
+            self._outbox.put(Deltas(deltas))
 
     def _send(self) -> None:
         try:

@@ -103,11 +103,10 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A request with its listener, the callback after each chunk, and the index of its choice."""
+    """A request with its listener, and the index of its choice."""
 
     request: Request
     listener: Listener
-    after_chunk: Callable[[], None]
     choice: int
 
 
@@ -154,6 +153,7 @@ class Service:
       draining: whether no more requests are admitted.
       failure: the exception that ended the thread; None if none has.
       on_failure: called in the thread after `failure` is set.
+      after_chunk: called in the thread after listeners were called, once for all of a chunk.
     """
 
     @show_options(EngineOptions)
@@ -199,11 +199,11 @@ class Service:
         # Notified when the queue, `_to_cancel`, `_changes` or `draining` change.
         self._changed = threading.Condition()
         self._indices = itertools.count()
-        self._after_chunk: set[Callable[[], None]] = set()
         self._snapshot = Snapshot(pages_free=self._pages)
         self.draining = False
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = _do_nothing
+        self.after_chunk: Callable[[], None] = _do_nothing
         self._thread = threading.Thread(target=self._run, name="dms_jax engine", daemon=True)
 
     # -- from any thread --------------------------------------------------------------------------
@@ -217,7 +217,6 @@ class Service:
         prompts: Sequence[list[int]],
         sampling: Sampling,
         listener: Listener,
-        after_chunk: Callable[[], None] = _do_nothing,
         *,
         adapter: str | None = None,
         priority: int = 0,
@@ -231,8 +230,6 @@ class Service:
           sampling: how all of them are sampled.
           listener: called in the engine's thread with each `Delta`, or once with the error that
             ended a request.
-          after_chunk: called in the engine's thread after the deltas of a chunk, once for all its
-            requests.
           adapter: name of their adapter; None for the plain model.
           priority: see `Request.priority`; lower numbers come first.
 
@@ -271,7 +268,7 @@ class Service:
                 )
             for choice, request in enumerate(requests):
                 request.index = next(self._indices)
-                self._jobs[request.index] = _Job(request, listener, after_chunk, choice)
+                self._jobs[request.index] = _Job(request, listener, choice)
             self._queue.extend(requests)
             self._changed.notify()
         return [request.index for request in requests]
@@ -365,19 +362,17 @@ class Service:
         Raises:
           DmsJaxError: the model does not run.
         """
-        done = threading.Event()
-        last: list[Delta | Exception] = []
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def listen(delta: Delta | Exception) -> None:
-            last[:] = [delta]
-            if isinstance(delta, Exception) or delta.completion is not None:
-                done.set()
+            if isinstance(delta, Exception):
+                done.set_exception(delta)
+            elif delta.completion is not None:
+                done.set_result(None)
 
         sampling = Sampling(max_new_tokens=min(2, self.max_tokens - 1))
         self.submit([[0]], sampling, listen, adapter=self.engine.adapters[0])
-        done.wait()
-        if isinstance(last[0], Exception):
-            raise last[0]
+        done.result()
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -417,7 +412,7 @@ class Service:
             Sampling(),
             incoming=self._poll,
             on_tokens=self._notify,
-            on_notified=self._notify_after_chunk,
+            on_notified=lambda: notify(self.after_chunk),
         )
         self.engine.serve(source)
 
@@ -490,13 +485,7 @@ class Service:
         )
         if update.finished:
             del self._jobs[update.index]
-        self._after_chunk.add(job.after_chunk)
         notify(job.listener, delta)
-
-    def _notify_after_chunk(self) -> None:
-        after_chunk, self._after_chunk = self._after_chunk, set()
-        for each in after_chunk:
-            notify(each)
 
     # -- failures, in the engine's thread ---------------------------------------------------------
 
@@ -534,9 +523,8 @@ class Service:
                 f"{_describe(request)} does not fit into the cache here, even alone: it was full "
                 f"at token {tokens:,} of these. {_SHORTEN}"
             )
-        job = self._jobs.pop(request.index)
-        notify(job.listener, error)
-        notify(job.after_chunk)
+        notify(self._jobs.pop(request.index).listener, error)
+        notify(self.after_chunk)
 
     def _refuse_changes(self, error: Exception) -> None:
         """Fails the pending replacements of adapters."""
@@ -555,12 +543,9 @@ class Service:
             self._queue.clear()
         self._refuse_changes(DrainingError(_FAILED))
         for job in jobs:
-            for call, arguments in (
-                (job.listener, (DrainingError(_FAILED),)),
-                (job.after_chunk, ()),
-            ):
-                try:
-                    call(*arguments)
-                except BaseException:  # perhaps the same error again; still notify the others
-                    _logger.exception("A listener failed.")
+            try:
+                job.listener(DrainingError(_FAILED))
+            except BaseException:  # perhaps the same error again; still notify the others
+                _logger.exception("A listener failed.")
+        notify(self.after_chunk)
         self.on_failure()

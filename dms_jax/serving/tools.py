@@ -1,7 +1,7 @@
 """The tools that a request offers, and whether and how often the model may call them."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import show
@@ -81,6 +81,18 @@ class Tools:
 
 
 NO_TOOLS = Tools()
+
+
+def read_choice(given: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[Any, str | None]:
+    """Returns OpenAI's `tool_choice` as a choice of `Tools.of`, and the function that it names."""
+    choice = given.get("tool_choice", "auto" if tools else "none")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        # in the Responses API the name is beside the type
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return "required", name
+    return choice, None
 
 
 def make_tool(function: Any, where: str, *, schema: str = "parameters") -> Tool:

@@ -137,9 +137,7 @@ class ScriptedService(Service):
         self.samplings: list[dms_jax.Sampling] = []
         self.priorities: list[int] = []
 
-    def submit(
-        self, prompts, sampling, listener, after_chunk=lambda: None, *, adapter=None, priority=0
-    ) -> list[int]:
+    def submit(self, prompts, sampling, listener, *, adapter=None, priority=0) -> list[int]:
         indices = [next(self._indices) for _ in prompts]
         texts = [self._tokenizer.decode(each, skip_special_tokens=False) for each in prompts]
         self.prompts += texts
@@ -152,7 +150,7 @@ class ScriptedService(Service):
                     choice, len(prompts[choice]), self._script(text), sampling
                 ):
                     listener(delta)
-                    after_chunk()
+                    self.after_chunk()
 
         threading.Timer(0.01, answer).start()
         return indices

@@ -110,9 +110,9 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in found if label in line)
 
 
-def served(service, access: Access | None = None, **more) -> ServedModel:
+def served(service, **more) -> ServedModel:
     """Returns the description of a service for HTTP."""
-    return ServedModel.of(service, "stories", dms_jax.Sampling(), seed=0, access=access, **more)
+    return ServedModel.of(service, "stories", dms_jax.Sampling(), seed=0, **more)
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def connected(service, known: ServedModel):
 
 @contextlib.contextmanager
 def serving(
-    access: Access | None = None,
+    access: Access = Access(),
     call_format: str | None = None,
     warm=False,
     changes_adapters=False,
@@ -151,7 +151,9 @@ def serving(
     if warm:
         service.warm()
     service.start()
-    known = served(service, access, call_format=call_format, changes_adapters=changes_adapters)
+    known = served(
+        service, access=access, call_format=call_format, changes_adapters=changes_adapters
+    )
     with connected(service, known) as (port, engine):
         yield Client(port, service, engine)
 

@@ -12,7 +12,7 @@ from dms_jax.checkpoint import Tokenizer
 from dms_jax.generation import Sampling
 from dms_jax.generation.text import TextOffsets
 from dms_jax.serving.completions_api import CompletionFormatter
-from dms_jax.serving.requests import GenerationRequest
+from dms_jax.serving.requests import Asked, GenerationRequest
 from tests.serving.scripted import served_model
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
@@ -73,7 +73,8 @@ def test_offsets_are_equal_whole_and_streamed():
     found = encoded(TEXTS[0], own)
     assert found is not None
     prompt, tokens, text = found
-    ask = GenerationRequest("stories", [prompt], 1, Sampling(logprobs=True), stream=False)
+    asked = Asked("stories", [prompt], {})
+    ask = GenerationRequest(asked, [prompt], Sampling(logprobs=True))
     served = served_model("plain", tokenizer=own)
 
     def told(*pieces):
