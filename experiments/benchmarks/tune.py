@@ -280,8 +280,9 @@ def main(config: Config) -> None:
         save_settings(config.out, f"{operation}/{IMPLEMENTATION}", entry)
 
     if config.kernel == "decode":
-        for name in config.cases or known:
-            save("decode_attention", name, tune_decode(cases.by_name(name)))
+        for case in cases.TUNING:
+            if case.name in (config.cases or known):
+                save("decode_attention", case.name, tune_decode(case))
     elif config.kernel == "training":
         for part, dim in itertools.product(KERNELS, (64, 128, 256)):
             save("retrofit_attention", f"{part}, {dim}", tune_ring(part, dim))

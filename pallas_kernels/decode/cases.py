@@ -189,8 +189,3 @@ TUNING: tuple[DecodeCase, ...] = (
     *(_tuning(head_dim, 64) for head_dim in (64, 96, 256)),
     *(_tuning(head_dim, 64, pages_dtype="float8_e4m3fn") for head_dim in (64, 128, 256)),
 )
-
-
-def by_name(name: str) -> DecodeCase:
-    """Returns the case of this name; raises KeyError for others."""
-    return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK, *TUNING)}[name]

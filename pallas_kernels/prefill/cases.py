@@ -65,8 +65,3 @@ SINKS_AND_CAPS = (
     PrefillCase("soft_cap", 70, 4, 2, 32, 16, 3, (70,), ((40, 9),), 30, soft_cap=0.7),
     PrefillCase("both", 70, 4, 2, 32, 16, 3, (70,), ((40, 9),), 30, 0.5, "float32", True, 0.7),
 )
-
-
-def by_name(name: str) -> PrefillCase:
-    """Returns the case of the contract of this name; raises KeyError for others."""
-    return {case.name: case for case in CONTRACT}[name]

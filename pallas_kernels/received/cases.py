@@ -51,8 +51,3 @@ CONTRACT = (
     ReceivedCase("float32", 70, 4, 2, 64, 200, (70,), (90,), ((160, 50),), dtype="float32"),
     ReceivedCase("small_heads", 40, 4, 2, 8, 70, (33,), (20,), ((53, 20),), dtype="float32"),
 )
-
-
-def by_name(name: str) -> ReceivedCase:
-    """Returns the case of the contract of this name; raises KeyError for others."""
-    return {case.name: case for case in CONTRACT}[name]

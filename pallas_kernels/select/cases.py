@@ -47,8 +47,3 @@ BENCHMARK: tuple[SelectCase, ...] = (
     SelectCase("slots32768", 256, 32768, 128),
     SelectCase("slots131072", 256, 131072, 128),
 )
-
-
-def by_name(name: str) -> SelectCase:
-    """Returns the case of this name; raises KeyError for others."""
-    return {case.name: case for case in (*CONTRACT, *BENCHMARK)}[name]

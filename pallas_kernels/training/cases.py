@@ -78,8 +78,3 @@ SPEED = (
     TrainingCase("dim_96_8k", 1, 8192, 32, 8, 96, 512),
     TrainingCase("dim_256_8k", 1, 8192, 16, 4, 256, 512),
 )
-
-
-def by_name(name: str) -> TrainingCase:
-    """Returns the case of the contract of this name; raises KeyError for others."""
-    return {case.name: case for case in CONTRACT}[name]

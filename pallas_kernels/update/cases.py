@@ -97,8 +97,3 @@ BENCHMARK: tuple[WriteCase, ...] = tuple(
         ("rotated_rows512_group7", 512, 64, 7, 2),
     )
 )
-
-
-def by_name(name: str) -> WriteCase:
-    """Returns the case of this name; raises KeyError for others."""
-    return {case.name: case for case in (*CONTRACT, *XLA_ONLY, *BENCHMARK)}[name]

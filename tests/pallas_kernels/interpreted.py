@@ -53,7 +53,7 @@ PROGRAMS, PROGRAMS_OF_ONE_ROW = 5, 22
 
 def decode(implementation, name, tile):
     """The detail is the least number of slots per tile, 64 by default."""
-    case, scale = decode_cases.by_name(name), 0.1
+    case, scale = support.by_name(decode_cases, name), 0.1
     inputs = support.decode_inputs(case)
     q, rows = support.split_rows(support.as_arrays(inputs))
     wanted = {"scale": scale, "return_lse": True, "return_scores": True}
@@ -95,7 +95,7 @@ def fetch(_, count, block):
 
 
 def prefill(implementation, name, _):
-    case = prefill_cases.by_name(name)
+    case = support.by_name(prefill_cases, name)
     module = {"mosaic_gpu": prefill_gpu, "mosaic_mma": prefill_mma}[implementation]
     arguments, scale = prefill_support.draw(case), case.D**-0.5
     operands = prefill_support.split_keys([*map(jnp.asarray, arguments)])
@@ -106,7 +106,7 @@ def prefill(implementation, name, _):
 
 
 def received(_, name, __):
-    case = received_cases.by_name(name)
+    case = support.by_name(received_cases, name)
     arguments, scale = received_support.draw(case), case.D**-0.5
     sums = received_attention_mosaic(*map(jnp.asarray, arguments), scale=scale, interpret=True)
     error = support.relative_error(sums, received_support.oracle(arguments, scale))
@@ -115,7 +115,7 @@ def received(_, name, __):
 
 
 def select(_, name, __):
-    case = select_cases.by_name(name)
+    case = support.by_name(select_cases, name)
     kinds = select_support.KINDS
     scores = np.concatenate([select_support.draw(case, kind)[:1] for kind in kinds])
     got = select_largest_mosaic(scores, count=case.count, interpret=GPU)
@@ -130,7 +130,7 @@ def training(implementation, name, cuts):
     heads have one sequence, and one KV head has two query heads, or an odd number, or more than a
     tile holds. Pieces have two heads, because the place of a piece is the same for all heads.
     """
-    case = training_cases.by_name(name)
+    case = support.by_name(training_cases, name)
     case = dataclasses.replace(case, T=min(case.T, 3 * TILE))
     if cuts:
         case = dataclasses.replace(case, H=2, K=1)
@@ -155,7 +155,7 @@ def training(implementation, name, cuts):
 
 
 def update(implementation, name, _):
-    case = update_cases.by_name(name)
+    case = support.by_name(update_cases, name)
     inputs = update_support.write_inputs(case)
     operands = update_support.operands(support.as_arrays(inputs))
     if implementation == "mosaic_tpu":

@@ -31,7 +31,7 @@ from pallas_kernels.update import cases as write_cases
 from tests.pallas_kernels.prefill.support import ORDER
 from tests.pallas_kernels.prefill.support import structs as prefill_structs
 from tests.pallas_kernels.received.support import structs as received_structs
-from tests.pallas_kernels.support import structs, with_all_results
+from tests.pallas_kernels.support import by_name, structs, with_all_results
 from tests.pallas_kernels.training.support import both
 from tests.pallas_kernels.training.support import structs as training_structs
 from tests.pallas_kernels.update.support import operation, write_structs
@@ -76,17 +76,17 @@ SHARED_BYTES = {"a100": 163 * 1024, "l4": 99 * 1024, "h200": 227 * 1024, "b200":
 def call(name: str, case: str) -> tuple:
     """Returns a call of a kernel, and its input shapes by name."""
     if name == "decode":
-        return with_all_results(), structs(cases.by_name(case))
+        return with_all_results(), structs(by_name(cases, case))
     if name == "training":
-        case = training_cases.by_name(case)
+        case = by_name(training_cases, case)
         return both(case, None), training_structs(case)
     if name == "prefill":
-        case = prefill_cases.by_name(case)
+        case = by_name(prefill_cases, case)
         function = functools.partial(prefill_attention, window=case.window, scale=0.1)
         return function, dict(zip(ORDER, prefill_structs(case), strict=True))
     if name == "received":
         function = functools.partial(received_attention, scale=0.1)
-        return function, received_structs(received_cases.by_name(case))
+        return function, received_structs(by_name(received_cases, case))
     if name == "select":
         scores = jax.ShapeDtypeStruct((4, 1024), jnp.dtype(case))
         return functools.partial(select_largest, count=64), {"scores": scores}
@@ -97,7 +97,7 @@ def call(name: str, case: str) -> tuple:
             "matrices": jax.ShapeDtypeStruct((experts, inputs, outputs), jnp.bfloat16),
             "counts": jax.ShapeDtypeStruct((experts,), jnp.int32),
         }
-    case = write_cases.by_name(case)
+    case = by_name(write_cases, case)
     return operation(case), write_structs(case)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels import decode_attention
 from pallas_kernels.decode import cases as decode_cases
 from pallas_kernels.update import cases as write_cases
 from pallas_kernels.update import tpu
-from tests.pallas_kernels.support import structs
+from tests.pallas_kernels.support import by_name, structs
 from tests.pallas_kernels.update.support import operation, write_structs
 from tests.support.ahead import compile_ahead
 
@@ -40,7 +40,7 @@ OWN = {case.name: case for case in (*DECODE, *WRITE)}
 
 def decode(name, place):
     everything, plain = name.endswith("+"), name.removesuffix("+")
-    shapes = placed(structs(OWN.get(plain) or decode_cases.by_name(plain)), place)
+    shapes = placed(structs(OWN.get(plain) or by_name(decode_cases, plain)), place)
     run = functools.partial(
         decode_attention, scale=0.1, return_lse=everything, return_scores=everything
     )
@@ -48,7 +48,7 @@ def decode(name, place):
 
 
 def write(name, place):
-    case = OWN.get(name) or write_cases.by_name(name)
+    case = OWN.get(name) or by_name(write_cases, name)
     shapes = write_structs(case, place)
     pool = {key: shapes.pop(key) for key in ("k_pages", "v_pages")}
     run = operation(case)

@@ -16,6 +16,7 @@ from pallas_kernels.dispatch import GPU, Implementation, Operation
 from tests.pallas_kernels.decode.served import refusal
 from tests.pallas_kernels.support import (
     as_arrays,
+    by_name,
     decode_inputs,
     lower_for_cuda,
     split_rows,
@@ -111,7 +112,7 @@ def decode(case, implementation=None, **options):
     ],
 )
 def test_decode_attention_for_cuda(name, implementation, marker):
-    function, shapes = decode(cases.by_name(name), implementation)
+    function, shapes = decode(by_name(cases, name), implementation)
     text = lower_for_cuda(function, **shapes)
     assert marker in text
     assert (XLA in text) == (marker == XLA)
@@ -163,12 +164,12 @@ def test_tpu_blocks_are_whole_lanes_of_scores(page_size, monkeypatch):
 
 
 def test_decode_without_accelerator_is_xla():
-    case = cases.by_name("head_dim64")
+    case = by_name(cases, "head_dim64")
     inputs = as_arrays(decode_inputs(case))
-    by_default, by_name = (
+    by_default, forced = (
         decode_attention(**inputs, scale=0.1, implementation=choice) for choice in (None, "xla")
     )
-    chex.assert_trees_all_equal(by_default, by_name)
+    chex.assert_trees_all_equal(by_default, forced)
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
         decode_attention(**inputs, scale=0.1, implementation="mosaic_gpu")
 
@@ -176,7 +177,7 @@ def test_decode_without_accelerator_is_xla():
 @pytest.mark.parametrize("rows", [0, -1])
 def test_plan_of_another_step_is_refused(rows):
     """A plan of several layers, or of fewer rows."""
-    inputs = as_arrays(decode_inputs(cases.by_name("head_dim64")))
+    inputs = as_arrays(decode_inputs(by_name(cases, "head_dim64")))
     lengths = inputs["lengths"]
     shape = {"columns": inputs["page_table"].shape[1], "page_size": 64, "head_dim": 64}
     plan = decode_plan(lengths[None] if rows == 0 else lengths[:rows], dtype="bfloat16", **shape)

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import decode_attention
 from pallas_kernels.decode import cases, gpu
 from tests.pallas_kernels.support import (
+    by_name,
     lower_for_cuda,
     structs,
 )
@@ -18,7 +19,7 @@ from tests.pallas_kernels.support import (
 
 def test_float8_keys_are_not_converted():
     """Queries have three operands, which one XLA kernel writes."""
-    case = cases.by_name("float8")
+    case = by_name(cases, "float8")
     function = functools.partial(decode_attention, scale=0.1, implementation="mosaic_gpu")
     text = lower_for_cuda(function, **structs(case))
     assert f"tensor<3x{case.rows}x{case.group}x{case.head_dim}xf8E5M2>" in text
@@ -26,7 +27,7 @@ def test_float8_keys_are_not_converted():
 
 
 def float8_spec(dtype):
-    shapes = structs(cases.by_name("float8"))
+    shapes = structs(by_name(cases, "float8"))
     q = jax.ShapeDtypeStruct(shapes["q"].shape, dtype)
     unused = {"tile": 64, "programs": 1, "scale": 1.0, "return_lse": True, "return_scores": True}
     return gpu.spec_of(q, shapes["k_pages"], {"stages": 1}, **unused)

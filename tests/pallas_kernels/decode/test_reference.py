@@ -11,6 +11,7 @@ from pallas_kernels.decode import cases
 from tests.pallas_kernels.support import (
     TOLERANCE,
     as_arrays,
+    by_name,
     decode_inputs,
     decode_oracle,
     relative_error,
@@ -62,14 +63,14 @@ def test_sinks_and_soft_caps_agree_with_the_oracle(case):
 
 
 def test_no_kernel_serves_a_soft_cap():
-    inputs = decode_inputs(cases.by_name("head_dim8"))
+    inputs = decode_inputs(by_name(cases, "head_dim8"))
     with pytest.raises(NotImplementedError, match="a soft cap is served by xla alone"):
         attend(inputs, soft_cap=1.0, implementation="mosaic_mma")
 
 
 @pytest.mark.parametrize(("lse", "scores"), [(True, False), (False, True), (False, False)])
 def test_only_requested_results_are_returned_in_order(lse, scores):
-    inputs = decode_inputs(cases.by_name("head_dim8"))
+    inputs = decode_inputs(by_name(cases, "head_dim8"))
     everything = attend(inputs, return_lse=True, return_scores=True)
     some = attend(inputs, return_lse=lse, return_scores=scores)
     if not lse and not scores:
@@ -92,7 +93,7 @@ def test_no_copy_of_the_pool():
 
 
 def _changed(**changes):
-    inputs = decode_inputs(cases.by_name("head_dim8"))
+    inputs = decode_inputs(by_name(cases, "head_dim8"))
     for name, change in changes.items():
         inputs[name] = change(inputs[name]) if callable(change) else change
     return inputs
@@ -114,14 +115,14 @@ def test_bad_arguments_are_refused_by_name(changes, message):
 
 
 def test_float8_pages_need_scales():
-    inputs = decode_inputs(cases.by_name("float8"))
+    inputs = decode_inputs(by_name(cases, "float8"))
     del inputs["v_scales"]
     with pytest.raises(ValueError, match="float8 pages need v_scales"):
         attend(inputs)
 
 
 def test_a_traced_scale_is_refused():
-    inputs = as_arrays(decode_inputs(cases.by_name("head_dim8")))
+    inputs = as_arrays(decode_inputs(by_name(cases, "head_dim8")))
     with pytest.raises(ValueError, match="scale must be a number"):
         jax.jit(lambda scale: unchecked(**inputs, scale=scale))(0.5)
 

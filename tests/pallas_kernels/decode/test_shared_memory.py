@@ -12,7 +12,13 @@ import pytest
 from pallas_kernels import decode_plan, dispatch
 from pallas_kernels.decode import cases, gpu
 from pallas_kernels.dispatch import GPU
-from tests.pallas_kernels.support import launched_with, split_rows, structs, with_all_results
+from tests.pallas_kernels.support import (
+    by_name,
+    launched_with,
+    split_rows,
+    structs,
+    with_all_results,
+)
 from tests.support.instances import first_of_each
 
 KB = 1024
@@ -92,7 +98,7 @@ def test_amperes_kernel_takes_the_counted_bytes(case):
     ],
 )
 def test_hoppers_kernel_takes_at_most_the_counted_bytes(name):
-    launched, counted = attention(cases.by_name(name), "mosaic_gpu")
+    launched, counted = attention(by_name(cases, name), "mosaic_gpu")
     assert counted - 8 * KB <= launched <= counted
 
 

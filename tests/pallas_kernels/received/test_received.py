@@ -13,6 +13,7 @@ from pallas_kernels import dispatch, received_attention
 from pallas_kernels.received import NEVER, cases, gpu, reference
 from tests.pallas_kernels.received.support import ORDER, draw, oracle, structs
 from tests.pallas_kernels.support import (
+    by_name,
     interpret,
     lower_for_cuda,
     poison_free_memory,
@@ -44,7 +45,7 @@ def test_every_case_agrees_with_the_oracle(case, most, monkeypatch):
 
 
 def test_float64_stays_float64():
-    case = cases.by_name("reused")
+    case = by_name(cases, "reused")
     arguments = draw(case, dtype="float64")
     with jax.enable_x64(True):
         sums = receive(case)(*map(jnp.asarray, arguments))
@@ -114,7 +115,7 @@ def test_gpu_kernel_in_the_interpreter(names):
 
 @pytest.mark.parametrize("name", ["plain", "float32", "small_heads"])
 def test_a_gpu_runs_the_kernels_they_serve(name):
-    case = cases.by_name(name)
+    case = by_name(cases, name)
     text = lower_for_cuda(lambda **x: receive(case)(*(x[n] for n in ORDER)), **structs(case))
     kernels = 2 if case.dtype == "bfloat16" else 0
     assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels

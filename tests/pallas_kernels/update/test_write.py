@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import rotate_and_write, write_pages
 from pallas_kernels.dispatch import GPU
 from pallas_kernels.update import cases, gpu
-from tests.pallas_kernels.support import as_arrays, lower_for_cuda
+from tests.pallas_kernels.support import as_arrays, by_name, lower_for_cuda
 from tests.pallas_kernels.update.support import (
     assert_agrees,
     assert_same_bits,
@@ -41,7 +41,7 @@ def test_without_an_accelerator_it_is_xla():
 
 
 def test_a_donated_pool_is_written_in_place():
-    shapes = write_structs(cases.by_name("rows8"))
+    shapes = write_structs(by_name(cases, "rows8"))
     pool = {name: shapes.pop(name) for name in ("k_pages", "v_pages")}
     write = jax.jit(lambda pool, rest: write_pages(**pool, **rest), donate_argnums=0)
     memory = write.lower(pool, shapes).compile().memory_analysis()
@@ -74,7 +74,7 @@ def test_mismatched_arguments_are_refused(changes, message):
 
 @pytest.mark.parametrize("missing", ["k_scales", "v_new_scales"])
 def test_float8_pages_need_all_their_scales(missing):
-    arrays = as_arrays(write_inputs(cases.by_name("float8")))
+    arrays = as_arrays(write_inputs(by_name(cases, "float8")))
     with pytest.raises(ValueError, match="scales"):
         unchecked(**{name: x for name, x in arrays.items() if name != missing})
     arrays[missing] = arrays[missing][:-1]
@@ -144,7 +144,7 @@ def test_refusals_name_the_limit():
 )
 def test_other_generations_of_gpus(card, name, scatter, monkeypatch):
     monkeypatch.setattr(gpu, "target_gpu", lambda: card)
-    text = lowered(cases.by_name(name))
+    text = lowered(by_name(cases, name))
     assert (SCATTER in text) == scatter
     assert ("mosaic_gpu" in text) != scatter
 
