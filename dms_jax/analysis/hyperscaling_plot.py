@@ -85,7 +85,7 @@ def hyperscaling_figure(
         axes.set_xlabel(_TITLES[axis])
         axes.grid(alpha=0.2)
         low, high = axes.get_ylim()
-        heights = label_heights(ends, 0.05 * (high - low), log=True)
+        heights = label_heights(ends, 0.05 * (high - low))
         for system, colour, (x, _), y in zip(result.systems, _COLOURS, ends, heights, strict=False):
             name = system if result.has_greedy(system) else f"{system}\n(no greedy point recorded)"
             axes.annotate(
@@ -114,22 +114,21 @@ def _plain_log(axes, budgets: Sequence[float]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def label_heights(ends: Sequence[tuple[Number, Number]], gap: Number, *, log: bool) -> list[Number]:
+def label_heights(ends: Sequence[tuple[Number, Number]], gap: Number) -> list[Number]:
     """Returns the height of each line's label: the line's end, or lower if another is too close.
 
     Args:
-      ends: (x, y) of the last point of each line.
+      ends: (x, y) of the last point of each line; those further apart than a factor of 3 in x do
+        not collide.
       gap: the least distance between labels that begin near each other.
-      log: whether x is drawn on a logarithmic axis; ends further apart than a factor of 3 do not
-        collide. On a linear axis all do.
 
-    # In: (5, 90), (5, 89), (1, 90), gap 5, log  Out: [90, 85, 90]
+    # In: (5, 90), (5, 89), (1, 90), gap 5  Out: [90, 85, 90]
     """
     placed: list[tuple[Number, Number]] = []
     heights: list[Number] = [0.0] * len(ends)
     for index in sorted(range(len(ends)), key=lambda index: -ends[index][1]):
         x, y = ends[index]
-        near = [other for at, other in placed if not log or abs(math.log(x / at)) < math.log(3)]
+        near = [other for at, other in placed if abs(math.log(x / at)) < math.log(3)]
         heights[index] = min([y, *(other - gap for other in near)])
         placed.append((x, heights[index]))
     return heights

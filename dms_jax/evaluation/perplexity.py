@@ -10,7 +10,7 @@ token of any other window follows the last token of the window before.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,21 @@ class Perplexity:
     reads: float
     peak: float
     cache_bytes: float
+
+    @classmethod
+    def of(cls, scores: Sequence[Score], settings: Mapping[str, Any]) -> "Perplexity":
+        """Returns the loss of scored windows."""
+        nats = [-float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
+        lengths = [len(each.logprobs) for each in scores]
+        return cls(
+            settings=settings,
+            tokens=sum(lengths),
+            window_nats=np.asarray(nats) / lengths,
+            nats=math.fsum(nats),
+            reads=sum(each.usage.kv_reads for each in scores) / sum(lengths),
+            peak=float(np.mean([each.usage.peak_tokens for each in scores])),
+            cache_bytes=float(np.mean([each.usage.peak_cache_bytes for each in scores])),
+        )
 
     @property
     def loss(self) -> Measured:
@@ -124,21 +139,10 @@ def perplexity(
         room = None if room is None else room - len(tokens)
         if room == 0:
             break
-    count = sum(len(each) - 1 for each in windows)
     with progress_bar(len(windows), title="Windows", shown=progress) as tick:
         scores = score_tokens(model, windows, policy, serving, tick)
-    nats = [-float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
-    return Perplexity(
-        settings={"path": str(path), "policy": policy.to_dict(), "window": window},
-        tokens=count,
-        window_nats=np.asarray(
-            [total / len(each.logprobs) for total, each in zip(nats, scores, strict=True)]
-        ),
-        nats=math.fsum(nats),
-        reads=sum(each.usage.kv_reads for each in scores) / count,
-        peak=float(np.mean([each.usage.peak_tokens for each in scores])),
-        cache_bytes=float(np.mean([each.usage.peak_cache_bytes for each in scores])),
-    )
+    settings = {"path": str(path), "policy": policy.to_dict(), "window": window}
+    return Perplexity.of(scores, settings)
 
 
 def score_tokens(

@@ -74,8 +74,7 @@ def test_missing_greedy_point_is_noted(monkeypatch, tmp_path):
 
 
 def test_colliding_labels_move_down():
-    assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=True) == [90, 85, 90]
-    assert label_heights([(5, 90), (5, 89), (1, 90)], 5, log=False) == [90, 80, 85]
-    assert label_heights([(1, 20), (1, 50)], 5, log=False) == [20, 50]
-    assert label_heights([(7, 30)] * 4, 4, log=True) == [30, 26, 22, 18]
-    assert label_heights([], 5, log=True) == []
+    assert label_heights([(5, 90), (5, 89), (1, 90)], 5) == [90, 85, 90]
+    assert label_heights([(1, 20), (1, 50)], 5) == [20, 50]
+    assert label_heights([(7, 30)] * 4, 4) == [30, 26, 22, 18]
+    assert label_heights([], 5) == []

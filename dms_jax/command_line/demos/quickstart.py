@@ -87,16 +87,8 @@ class Bench:
             scores = dms_jax.score(
                 model, self.sequences, policy=policy, page_size=PAGE_SIZE, on_done=tick
             )
-        count = sum(len(score.logprobs) for score in scores)
-        found = self.results[label] = Perplexity(
-            settings={"policy": policy.to_dict(), "window": LENGTH},
-            tokens=count,
-            window_nats=np.array([-score.logprobs.mean() for score in scores]),
-            nats=-float(sum(score.logprobs.sum(dtype=np.float64) for score in scores)),
-            reads=sum(score.usage.kv_reads for score in scores) / count,
-            peak=float(np.mean([score.usage.peak_tokens for score in scores])),
-            cache_bytes=float(np.mean([score.usage.peak_cache_bytes for score in scores])),
-        )
+        settings = {"policy": policy.to_dict(), "window": LENGTH}
+        found = self.results[label] = Perplexity.of(scores, settings)
         seconds = time.perf_counter() - start
         print(
             f"  {label}: {found.loss.value:.4f} nats a token, {found.peak:.0f} live tokens, "
