@@ -8,6 +8,7 @@ and the snapshot that the thread takes at every poll.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -542,10 +543,10 @@ class Service:
             self._jobs.clear()
             self._queue.clear()
         self._refuse_changes(DrainingError(_FAILED))
-        for job in jobs:
+        told = [functools.partial(job.listener, DrainingError(_FAILED)) for job in jobs]
+        for call in (*told, self.after_chunk):
             try:
-                job.listener(DrainingError(_FAILED))
+                call()
             except BaseException:  # perhaps the same error again; still notify the others
                 _logger.exception("A listener failed.")
-        notify(self.after_chunk)
         self.on_failure()

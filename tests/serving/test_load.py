@@ -38,20 +38,10 @@ def held(idle, monkeypatch):
     go_on.set()
 
 
-def metric_of(client, reason):
-    """Returns the number of answers with a finish reason."""
-    (line,) = (
-        line
-        for line in client.get("/metrics")[1].splitlines()
-        if line.startswith(f'dms_jax_answers_total{{reason="{reason}"}}')
-    )
-    return float(line.split()[-1])
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_pages(held, stream):
     client, go_on, waits = held
-    before = metric_of(client, "cancelled")
+    before = client.metric("dms_jax_answers_total", "cancelled")
     connection = client.connect()
     connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream}))
     assert waits.wait(60)  # it has a lane
@@ -60,7 +50,7 @@ def test_disconnect_frees_pages(held, stream):
     wait_until(lambda: client.service._to_cancel)
     go_on.set()
     wait_until(lambda: not client.service.snapshot().pages_in_use and not client.service._jobs)
-    assert metric_of(client, "cancelled") == before + 1
+    assert client.metric("dms_jax_answers_total", "cancelled") == before + 1
 
 
 def test_full_queue_says_when_to_retry(held):
@@ -137,7 +127,7 @@ def test_metrics(idle, monkeypatch):
 def test_error_ends_only_running_requests(held, monkeypatch):
     client, go_on, _ = held
     runner, errors = client.service.engine.runner, [CapacityError("it is full"), ValueError("oh")]
-    failed = metric_of(client, "failed")
+    failed = client.metric("dms_jax_answers_total", "failed")
     decode = runner.decode
 
     def failing(*given, **more):
@@ -181,7 +171,7 @@ def test_error_ends_only_running_requests(held, monkeypatch):
     status, text = answers["last"]
     assert status == 200
     assert json.loads(text)["usage"]["completion_tokens"] == 3
-    assert metric_of(client, "failed") == failed + 2 * LANES
+    assert client.metric("dms_jax_answers_total", "failed") == failed + 2 * LANES
 
 
 @pytest.mark.parametrize("stream", [True, False])

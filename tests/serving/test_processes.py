@@ -20,7 +20,7 @@ from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.rpc import EngineServer, portable
 from dms_jax.serving.server import Server, take_address
 from dms_jax.serving.service import DrainingError, QueueFullError
-from tests.serving.support import Client, make_service, served, wait_until
+from tests.serving.support import Client, hold_steps, make_service, served, wait_until
 from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -212,17 +212,11 @@ def test_http_ends_despite_half_a_request():
 
 def test_http_notifies_clients_if_engine_dies(monkeypatch):
     with started() as (server, port):
-        service, go_on = make_service(), threading.Event()
+        service = make_service()
         engine = EngineServer(service, server._connection, served(service), lambda: None)
         engine.start()
         client = Client(port, service, engine)
-        decode = service.engine.runner.decode
-
-        def slow(*given, **more):
-            assert go_on.wait(60)
-            return decode(*given, **more)
-
-        monkeypatch.setattr(service.engine.runner, "decode", slow)
+        go_on, _ = hold_steps(client, monkeypatch)
         service.start()
         response = client.send(PROMPT | dict(max_tokens=9, stream=True))
         server._connection.shutdown(socket.SHUT_RDWR)
