@@ -30,6 +30,8 @@ DECODE = [
         decode_cases.DecodeCase(f"page{size}", (0, 1, 40 * size), page_size=size)
         for size in (48, 192)
     ),
+    # The largest pages.
+    decode_cases.DecodeCase("float32_head_dim256", (70, 0, 64), dtype="float32", head_dim=256),
     # Two rows of tables of 4 bytes per page fill scalar memory, except for 16 KiB.
     decode_cases.DecodeCase("widest", (100,) * 2, page_size=16, spare_columns=1007 * 128 - 7),
 ]
