@@ -315,6 +315,14 @@ def target_gpu() -> GPU:
     return _local_gpu() or DEFAULT_GPU
 
 
+def not_hopper() -> str | None:
+    """Returns why kernels for Hopper cannot run on this machine's GPU, or None."""
+    gpu = target_gpu()
+    if gpu.capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
+    return None
+
+
 def mosaic_lacks(gpu: GPU) -> str | None:
     """Returns why kernels of plain loads, stores and `mma` cannot run on a GPU, or None."""
     if gpu.capability < (8, 0):

@@ -7,7 +7,7 @@ rows are read. Each group needs one tile more than its rows, because groups begi
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import target_gpu
+from pallas_kernels.dispatch import not_hopper
 from pallas_kernels.grouped.reference import behind_the_last_zero
 
 _DEPTH = 64  # numbers of a row to multiply at a time
@@ -24,10 +24,7 @@ def why_not(x, matrices, counts, *, transposed: bool) -> str | None:
         return f"serves matrices of multiples of {_DEPTH} numbers, not {depth} x {width}"
     if not len(x):
         return "has no rows to multiply"
-    gpu = target_gpu()
-    if gpu.capability != (9, 0):
-        return f"needs compute capability 9.0 (Hopper), {gpu.kind} has {gpu.capability}"
-    return None
+    return not_hopper()
 
 
 def product_mosaic(x, matrices, counts, *, transposed: bool) -> jax.Array:
