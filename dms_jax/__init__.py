@@ -6,42 +6,67 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dms_jax import assets as assets
-    from dms_jax import evaluation as evaluation
-    from dms_jax import policies as policies
-    from dms_jax.checkpoint import load as load
-    from dms_jax.checkpoint import save as save
-    from dms_jax.config import ModelConfig as ModelConfig
-    from dms_jax.devices import Device as Device
-    from dms_jax.errors import BusyError as BusyError
-    from dms_jax.errors import CapacityError as CapacityError
-    from dms_jax.errors import CheckpointError as CheckpointError
-    from dms_jax.errors import ConfigError as ConfigError
-    from dms_jax.errors import DataError as DataError
-    from dms_jax.errors import DmsJaxError as DmsJaxError
-    from dms_jax.errors import OtherProcessError as OtherProcessError
-    from dms_jax.errors import OutOfMemoryError as OutOfMemoryError
-    from dms_jax.errors import TrainingDivergedError as TrainingDivergedError
-    from dms_jax.evaluation import evaluate as evaluate
-    from dms_jax.evaluation import hyperscale as hyperscale
-    from dms_jax.generation import Conversation as Conversation
-    from dms_jax.generation import Engine as Engine
-    from dms_jax.generation import Sampling as Sampling
-    from dms_jax.generation import estimate as estimate
-    from dms_jax.generation import generate as generate
-    from dms_jax.generation import score as score
-    from dms_jax.model.initialization import initialize as initialize
-    from dms_jax.model.language_model import LanguageModel as LanguageModel
+    from dms_jax import assets, evaluation, policies
+    from dms_jax.checkpoint import load, save
+    from dms_jax.config import ModelConfig
+    from dms_jax.devices import Device
+    from dms_jax.errors import (
+        BusyError,
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DmsJaxError,
+        OtherProcessError,
+        OutOfMemoryError,
+        TrainingDivergedError,
+    )
+    from dms_jax.evaluation import evaluate, hyperscale
+    from dms_jax.generation import Conversation, Engine, Sampling, estimate, generate, score
+    from dms_jax.model.initialization import initialize
+    from dms_jax.model.language_model import LanguageModel
     from dms_jax.policies import *  # noqa: F403
-    from dms_jax.sharding import make_mesh as make_mesh
-    from dms_jax.training import Recipe as Recipe
-    from dms_jax.training import calibrate as calibrate
-    from dms_jax.training import plan as plan
-    from dms_jax.training import recipes as recipes
-    from dms_jax.training import retrofit as retrofit
-    from dms_jax.training import train as train
+    from dms_jax.sharding import make_mesh
+    from dms_jax.training import Recipe, calibrate, plan, recipes, retrofit, train
 
     __version__: str
+    __all__ = [
+        "BusyError",
+        "CapacityError",
+        "CheckpointError",
+        "ConfigError",
+        "Conversation",
+        "DataError",
+        "Device",
+        "DmsJaxError",
+        "Engine",
+        "LanguageModel",
+        "ModelConfig",
+        "OtherProcessError",
+        "OutOfMemoryError",
+        "Recipe",
+        "Sampling",
+        "TrainingDivergedError",
+        "__version__",
+        "assets",
+        "calibrate",
+        "estimate",
+        "evaluate",
+        "evaluation",
+        "generate",
+        "hyperscale",
+        "initialize",
+        "load",
+        "make_mesh",
+        "plan",
+        "policies",
+        "recipes",
+        "retrofit",
+        "save",
+        "score",
+        "train",
+    ]
+    __all__ += policies.__all__
 
 # Names are imported on first use: importing JAX, Flax and Optax takes seconds, and `dms-jax --help`
 # should not wait for them. The policies are public here as well.
