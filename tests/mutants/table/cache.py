@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 FOLDER = "dms_jax/cache/"
 PAGES = "tests/cache/test_pages.py"
 HOST = "tests/cache/test_host_values.py::test_programs_read_values_of_earlier_programs"
+IN_8_BITS = "tests/laws/test_prompt_and_steps.py::test_keys_with_biases_in_8_bits"
 
 MUTANTS = [
     Mutant(
@@ -34,6 +35,20 @@ MUTANTS = [
         "jnp.clip(wide, -largest, largest)",
         "wide",
         ("tests/cache/test_quantization.py::test_largest_numbers_stay_finite_in_8_bits",),
+    ),
+    Mutant(
+        "cache: scorers see keys of 8 bits without the mean of their biases",
+        "dms_jax/model/cutting.py",
+        "(k + center[..., None, :])",
+        "(k + 0 * center[..., None, :])",
+        (IN_8_BITS,),
+    ),
+    Mutant(
+        "cache: keys of 8 bits are stored with their biases",
+        "dms_jax/model/cached_attention.py",
+        "(k - chunk.key_center)",
+        "(k - 0 * chunk.key_center)",
+        (IN_8_BITS,),
     ),
     Mutant(
         "cache: of two values for one slot the older is read",
