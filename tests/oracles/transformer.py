@@ -115,7 +115,9 @@ class LayerInput:
     @functools.cached_property
     def key_center(self) -> np.ndarray:
         """What a cache of few bits subtracts from rotated keys, [K, D]."""
-        return np.zeros(self.k.shape[1:]) if self.weights is None else key_center(self.weights)
+        if self.weights is None or self.stored is unchanged:
+            return np.zeros(self.k.shape[1:])
+        return key_center(self.weights)
 
     def stored_keys(self, k: np.ndarray) -> np.ndarray:
         """Returns rotated keys [T, K, D] as they are read back."""
