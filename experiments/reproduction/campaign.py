@@ -53,6 +53,7 @@ from dms_jax.evaluation import (
     evaluate,
     hyperscale,
 )
+from dms_jax.evaluation.mathematics import require_math_verify
 from dms_jax.evaluation.sandbox import Sandbox
 from dms_jax.evaluation.tasks import AIME, GSM8K, MATH500, RULER, HumanEval, Mathematics
 from dms_jax.evaluation.tasks.ruler import ruler_tasks
@@ -660,6 +661,7 @@ def main(config: Config) -> int:
     if config.only == ("record",):
         gather(campaign, plan)
         return 0
+    require_math_verify("mathematics")  # nearly all pieces need it: before a model is loaded
     return do_pieces(chosen(plan, config.only), campaign.results, minutes=config.minutes)
 
 
