@@ -37,7 +37,7 @@ class Pool:
     """Keys and values of every row, by page.
 
     Attributes:
-      k_pages: keys after rotary embedding.
+      k_pages: keys after rotary embedding; in 8 bits without their center (`quantization`).
       v_pages: values; only of the first pages if the others are in host memory.
       k_scales, v_scales: the scale of each slot if the pool is quantized.
       tail: values of the running program's tokens if values are in host memory.

@@ -14,8 +14,8 @@ The error of a key grows with its length, and biases make keys long: in the firs
 Qwen2.5-Coder-1.5B they reach 354, where tokens differ by a few units. But a constant that is
 subtracted from all keys of a head changes none of its softmax weights (SageAttention,
 arXiv 2410.02367). So keys are stored without a center (`Transformer.key_centers`): their
-biases, rotated as on average over the first positions. The longest biases lie in planes of rotation
-that hardly turn.
+biases, rotated as on average over the first positions, in the planes that hardly turn. There lie
+the longest biases of that model.
 """
 
 from typing import Any

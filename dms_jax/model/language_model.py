@@ -160,7 +160,7 @@ class LanguageModel:
         if trained is not None and asked is not None and trained != asked:
             raise ConfigError(
                 f"This checkpoint was trained for {self.policy}: its decisions mean {trained}, and "
-                f"for {policy} they would be read as {asked}. Give its own policy, or none."
+                f"for {policy} they would be read as {asked}. Give its own policy."
             )
         self._check_borrowed_neurons(policy)
         return policy
@@ -174,8 +174,8 @@ class LanguageModel:
         if declared is not None:
             raise ConfigError(
                 f"This checkpoint was made for {self.policy}, whose decision neurons "
-                f"must take no part in attention; {policy} would use them. Give its own policy, "
-                "or none (a window beyond the sequence's length evicts nothing)."
+                f"must take no part in attention; {policy} would use them. Give its own policy "
+                "(a window beyond the sequence's length evicts nothing)."
             )
         if not self.untrained:
             raise ConfigError(

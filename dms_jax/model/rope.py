@@ -64,13 +64,11 @@ def rope_tables(
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
-def mean_rotation(
-    rope: Rope | None, head_dim: int, length: int
-) -> tuple[Float64[np.ndarray, " half"], Float64[np.ndarray, " half"]]:
-    """Returns the mean cos and sin [D/2] of the first `length` positions."""
+def mean_rotation(rope: Rope | None, head_dim: int, length: int) -> Float64[np.ndarray, "2 half"]:
+    """Returns the mean cos and the mean sin of the first `length` positions."""
     frequencies, attention_factor = rope_frequencies(rope, head_dim)
     angles = np.arange(length)[:, None] * frequencies
-    return np.cos(angles).mean(0) * attention_factor, np.sin(angles).mean(0) * attention_factor
+    return np.stack([np.cos(angles).mean(0), np.sin(angles).mean(0)]) * attention_factor
 
 
 def apply_rope(

@@ -510,12 +510,17 @@ class Transformer(nnx.Module):
         """Returns what a cache in 8 bits subtracts from each layer's keys; None for nothing.
 
         A constant added to all keys of a head cancels in a softmax, but not beside sinks or in a
-        soft cap. Nor are biases what remains of keys after a norm.
+        soft cap. Nor are biases what remains of keys after a norm. Only planes that turn by less
+        than a radian over all positions have a center: it would be far from other planes' keys.
         """
         config, bias = self.config, self.layers.attention.qkv_proj.bias
         if bias is None or config.qk_norm or config.sinks or config.attention_soft_cap is not None:
             return None
-        turns = [mean_rotation(kind.rope, config.head_dim, CENTERED) for kind in config.kinds]
+        turns = []
+        for kind in config.kinds:
+            frequencies, _ = rope_frequencies(kind.rope, config.head_dim)
+            slow = frequencies * config.max_position_embeddings < 1
+            turns.append(slow * mean_rotation(kind.rope, config.head_dim, CENTERED))
         keys = bias[..., -2, :]
         layers = np.arange(len(keys)) % len(turns)
         cos, sin = (jnp.asarray(np.stack(each)[layers]) for each in zip(*turns, strict=True))

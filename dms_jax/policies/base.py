@@ -343,8 +343,8 @@ def delegate[P: type[Policy]](to: str, *names: str) -> Callable[[P], P]:
 
     def decorate(cls: P) -> P:
         for name in names:
-            of_field = operator.attrgetter(f"{to}.{name}")
-            setattr(cls, name, property(of_field))
+            own = property(operator.attrgetter(f"{to}.{name}"), doc=getattr(cls, name).__doc__)
+            setattr(cls, name, own)
         return cls
 
     return decorate

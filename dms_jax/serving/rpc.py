@@ -241,7 +241,7 @@ class EngineServer:
     ):
         self._service, self._connection = service, connection
         self._on_disconnect = on_disconnect
-        service.after_chunk = self._queue_deltas
+        service.after_chunk = self._queue_deltas  # of the only server of a service
         self._indices: dict[int, list[int]] = {}  # key -> indices of its requests in the service
         self._deltas: list[tuple[int, tuple[Any, ...] | Exception]] = []  # of this chunk
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

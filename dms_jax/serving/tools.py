@@ -87,9 +87,9 @@ def read_choice(given: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[Any, s
     """Returns OpenAI's `tool_choice` as a choice of `Tools.of`, and the function that it names."""
     choice = given.get("tool_choice", "auto" if tools else "none")
     if isinstance(choice, dict) and choice.get("type") == "function":
-        # in the Responses API the name is beside the type
-        function = choice.get("function", choice)
-        name = function.get("name") if isinstance(function, dict) else None
+        function = choice.get("function")
+        beside = choice.get("name")  # in the Responses API
+        name = function.get("name", beside) if isinstance(function, dict) else beside
         if isinstance(name, str):
             return "required", name
     return choice, None

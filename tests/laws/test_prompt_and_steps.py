@@ -73,9 +73,9 @@ def test_prompts_and_answers(row):
 
 @pytest.mark.parametrize("row", nightly_but(IN_8_BITS[:2], IN_8_BITS), **by_name)
 def test_keys_with_biases_in_8_bits(row, monkeypatch):
-    """The first positions are few, so that planes of short sequences hardly turn over them."""
     for module in (model_transformer, oracle_transformer):
-        monkeypatch.setattr(module, "CENTERED", 64)
+        monkeypatch.setattr(module, "CENTERED", 16)
+    monkeypatch.setattr(oracle_transformer, "LONGEST", 31)
     prompts = SPLITS[1]
     parts = [*ragged_parts(2, prompts, prompts, width=WIDTH)]
     parts += ragged_parts(3, np.subtract(LENGTHS, prompts), [0] * len(LENGTHS), width=1)

@@ -1,5 +1,6 @@
 """The transformer over whole sequences: against NumPy, packed, recomputed, replayed."""
 
+import dataclasses
 import functools
 from typing import get_args
 
@@ -130,3 +131,28 @@ def test_logits_accumulate_in_float32():
     passed = run(small, random_tokens(1, 1, 5), Vanilla())
     chex.assert_type(passed.hidden, jnp.bfloat16)
     chex.assert_type(small.unembed(passed.hidden), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "planes"),
+    [
+        (dict(), [3]),
+        (dict(max_position_embeddings=512), []),
+        (dict(layer_types=("unrotated",)), [0, 1, 2, 3]),
+        (dict(sinks=True), None),
+        (dict(attention_soft_cap=20.0), None),
+        (dict(qk_norm=True), None),
+        (dict(qkv_bias=False), None),
+    ],
+)
+def test_key_centers_of_slow_planes(changes, planes):
+    """None where a constant would change attention, or is not what keys have in common."""
+    config = tiny_config(qk_norm=False, biases=True)
+    config = dataclasses.replace(config, **(dict(max_position_embeddings=31) | changes))
+    centers = random_model(config).key_centers()
+    if planes is None:
+        assert centers is None
+        return
+    assert centers is not None
+    centered = np.abs(np.asarray(centers)).max((0, 1)).reshape(2, 4) > 0
+    chex.assert_trees_all_equal(centered, np.isin(np.arange(4), planes)[None].repeat(2, 0))

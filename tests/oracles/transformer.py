@@ -75,18 +75,24 @@ def unchanged(x: np.ndarray) -> np.ndarray:
 
 
 CENTERED = 8192  # positions
+LONGEST = 512  # positions of the models
 
 
 def key_center(layer: Layer) -> np.ndarray:
-    """Returns the mean [K, D] of a layer's biases over the first positions, rotated to each."""
+    """Returns the mean [K, D] of a layer's biases over the first positions, rotated to each.
+
+    Planes that turn by a radian or more over the longest sequence have no center.
+    """
     if layer.k.bias is None or layer.k_norm is not None:
         return np.zeros(layer.k.kernel.shape[1:])
     total = np.zeros_like(layer.k.bias)
-    for start in range(0, CENTERED, 64):
-        positions = np.arange(start, start + 64) * (layer.theta is not None)
+    for start in range(0, CENTERED, 16):
+        positions = np.arange(start, start + 16) * (layer.theta is not None)
         turn = rope.angles(positions, total.shape[-1], layer.theta or 1.0)
-        total = total + rope.rotate_tokens(np.stack([layer.k.bias] * 64), *turn).sum(0)
-    return total / CENTERED
+        total = total + rope.rotate_tokens(np.stack([layer.k.bias] * 16), *turn).sum(0)
+    half = total.shape[-1] // 2
+    turn = 0.0 if layer.theta is None else layer.theta ** (-np.arange(half) / half) * LONGEST
+    return np.where(np.tile(turn < np.ones(half), 2), total / CENTERED, 0.0)
 
 
 @dataclasses.dataclass
