@@ -11,11 +11,10 @@ quantizing x' again gives x'. With three bits of mantissa the error is at most 1
 become the largest number with 4 significant bits (61440).
 
 The error of a key grows with its length, and biases make keys long: in the first layer of
-Qwen2.5-Coder-1.5B they reach 354, where tokens differ by a few units. But a constant that is
-subtracted from all keys of a head changes none of its softmax weights (SageAttention,
-arXiv 2410.02367). So keys are stored without a center (`Transformer.key_centers`): their
-biases, rotated as on average over the first positions, in the planes that hardly turn. There lie
-the longest biases of that model.
+Qwen2.5-Coder-1.5B they reach 354. But a constant that is subtracted from all keys of a head changes
+none of its softmax weights (SageAttention, arXiv 2410.02367). So keys are stored without a center
+(`Transformer.key_centers`): their biases, rotated as on average over the first positions, in the
+planes that hardly turn. There lie the longest biases of that model.
 """
 
 from typing import Any

@@ -176,7 +176,7 @@ class Sample:
 
     @classmethod
     def of(cls, cuts: Sequence[Sequence[Chain]], judge: Judge) -> "Sample":
-        """Judges the chains."""
+        """Returns the sample of judged chains."""
         answers, scores, answer_scores = judge.chains([[each.text for each in own] for own in cuts])
         return cls(
             answers=answers,
