@@ -107,9 +107,8 @@ class InFlight:
             assert rule is not None, "answers that are given have no grammar"
             if self.checked is None:
                 self.checked = CheckedSteps(self.runner, self.end_tokens)
-            with self._recorded_on_error(self.checked, meanwhile):
-                program = self.runner.decode_checked(
-                    self.checked,
+            with self._recorded_on_error(meanwhile):
+                self.checked.run(
                     running,
                     self.last_tokens,
                     np.minimum(remaining, reserved),  # steps taken back may have added to it
@@ -119,8 +118,7 @@ class InFlight:
                     endless=endless,
                     meanwhile=meanwhile,
                 )
-            self._add_checked(program)
-            self.last_tokens = self.checked.newest
+            self._take_checked()
             return
         self._settle()
         size = self.steps_a_program(num_steps)
@@ -157,25 +155,24 @@ class InFlight:
           NotNumbersError, GrammarError: see `launch_steps`.
         """
         if self.checked is not None and self.checked.in_flight:
-            with self._recorded_on_error(self.checked, iter(())):
-                self.runner.settle(self.checked, self.last_tokens)
-            self._add_checked(self.runner.take_checked(self.checked))
-            self.last_tokens = self.checked.newest
+            with self._recorded_on_error(iter(())):
+                self.checked.settle(self.last_tokens)
+            self._take_checked()
 
-    def _add_checked(self, program: StepsInFlight | None) -> None:
-        if program is not None:
-            assert self.checked is not None
-            self.programs.append((program, dict(self.checked.requests)))
+    def _take_checked(self) -> None:
+        """Adds the steps that are checked to the programs in flight."""
+        assert self.checked is not None
+        if (steps := self.checked.take()) is not None:
+            self.programs.append((steps, dict(self.checked.requests)))
+        self.last_tokens = self.checked.newest
 
     @contextlib.contextmanager
-    def _recorded_on_error(
-        self, checked: CheckedSteps, meanwhile: Iterator[None]
-    ) -> Iterator[None]:
+    def _recorded_on_error(self, meanwhile: Iterator[None]) -> Iterator[None]:
         """A context that records the steps before a GrammarError."""
         try:
             yield
         except GrammarError:
-            self._add_checked(self.runner.take_checked(checked))
+            self._take_checked()
             collections.deque(meanwhile, maxlen=0)
             self.collect_prompts()  # raises if their logits are not numbers
             self.collect_steps()

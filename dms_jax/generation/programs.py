@@ -11,7 +11,7 @@ each platform; `Packed` makes the results of a program one transfer to the host.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -342,15 +342,6 @@ class Steps:
     live: Any = None  # Int[C, B]
     reads: Any = None  # Int[C, B]
     lengths: Any = None  # Int[L, B, K]
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Steps]") -> "Steps":
-        """Concatenates consecutive steps, as NumPy arrays, into those of one chunk."""
-        if len(parts) == 1:
-            return parts[0]
-        each = [dataclasses.replace(part, lengths=None) for part in parts]
-        whole = jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
-        return dataclasses.replace(whole, lengths=parts[-1].lengths)
 
 
 @struct.dataclass

@@ -34,7 +34,6 @@ from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.checked_steps import Checked, CheckedSteps
 from dms_jax.generation.prefill import (
     SATURATING,
     PrefillBatch,
@@ -89,31 +88,49 @@ class Extended:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepsInFlight:
-    """Decode steps in flight: of one program, or of one for each step.
+    """Launched decode steps, which `Runner.collect` waits for.
 
     Attributes:
-      steps: their results in order, on the device (`programs.Steps`).
-      newest: Int[B] on the device, the newest token of each lane after it; None for checked steps.
       most: Int[B], the most tokens that each lane takes.
-      end_tokens: token ids that end an answer.
-      endless: Bool[B], lanes that ignore end tokens.
+      epochs: Int[B], those of `Reservation` when they were launched.
       tail: the values that the host must write, if it holds any.
-      table: the page table that it runs with; None unless the host holds values.
-      epochs: Int[B], those of `Reservation` when it was launched.
-      checked: the steps, if their tokens were checked against grammars.
+      table: the page table that they run with; None unless the host holds values.
+      newest: Int[B] on the device, the newest token of each lane after them, if nothing has
+        replaced one meanwhile; None if a check may have.
     """
 
-    steps: list[Packed]
-    newest: Any
     most: Int[np.ndarray, " B"]
-    end_tokens: tuple[int, ...]
-    endless: Bool[np.ndarray, " B"]
+    epochs: Int[np.ndarray, " B"]
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"] | None
-    epochs: Int[np.ndarray, " B"]
-    checked: Checked | None = None
+    newest: Any = None
+
+    def read(self) -> tuple[Steps, Bool[np.ndarray, " B"]]:
+        """Waits for the steps; returns them, and the lanes whose answer is known to have ended."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk(StepsInFlight):
+    """Decode steps of one program.
+
+    Attributes:
+      results: the packed `programs.Steps`, on the device.
+      end_tokens: token ids that end an answer.
+      endless: Bool[B], lanes that ignore end tokens.
+    """
+
+    results: Packed
+    end_tokens: tuple[int, ...]
+    endless: Bool[np.ndarray, " B"]
+
+    def read(self) -> tuple[Steps, Bool[np.ndarray, " B"]]:
+        steps = self.results.read()
+        # A lane without steps was idle, perhaps after an end token, and may have been reused since.
+        ended = np.isin(steps.tokens[-1], self.end_tokens) & (self.most > 0)
+        return steps, ended & ~self.endless
 
 
 def sends_changes(size: int) -> bool:
@@ -209,7 +226,6 @@ class Runner:
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
         self._blank_undo: programs.Undo | None = None
-        self._own_table: Int[np.ndarray, "L B K M"] | None = None  # of the last checked steps
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -487,7 +503,7 @@ class Runner:
         num_steps: int,
         end_tokens: tuple[int, ...],
         endless: Bool[np.ndarray, " B"] | None = None,
-    ) -> StepsInFlight:
+    ) -> Chunk:
         """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
         Args:
@@ -501,66 +517,26 @@ class Runner:
           endless: lanes that ignore end tokens; None for no lane.
         """
         cached, endless = self.cached, self._no_lanes if endless is None else endless
-        table, own_table = self._table_of_steps(remaining > 0)
+        table, own_table = self.table_of_steps(remaining > 0)
         given = table, self.everywhere(tokens), _joined(remaining, endless), seeds
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
                 *cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
-        return self._launched([steps], newest, most, end_tokens, endless, tail, own_table)
-
-    def decode_checked(
-        self,
-        checked: CheckedSteps,
-        running: Mapping[int, Any],
-        tokens: Int[np.ndarray | Array, " B"],
-        remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
-        *,
-        num_steps: int,
-        endless: Bool[np.ndarray, " B"],
-        meanwhile: Iterator[None],
-    ) -> StepsInFlight | None:
-        """Launches up to C decode steps; returns those that are checked, also earlier ones.
-
-        Args:
-          checked: the steps of this call.
-          running: lane -> its request.
-          tokens, remaining, seeds, rule, num_steps, endless: as in `decode`.
-          meanwhile: work of the host, in short parts, to do while it waits for tokens.
-
-        Raises:
-          GrammarError: see `CheckedSteps.run`.
-        """
-        table, self._own_table = self._table_of_steps(remaining > 0)
-        given = running, tokens, remaining, seeds, rule
-        checked.run(*given, endless=endless, table=table, num_steps=num_steps, meanwhile=meanwhile)
-        return self.take_checked(checked)
-
-    def settle(self, checked: CheckedSteps, tokens: Int[np.ndarray | Array, " B"]) -> None:
-        """Waits for all of some checked steps; see `CheckedSteps.settle`."""
-        checked.settle(tokens, self._table)
-
-    def take_checked(self, checked: CheckedSteps) -> StepsInFlight | None:
-        """Returns the steps that are checked and were not returned yet; None without any."""
-        steps = checked.take()
-        if steps is None:
-            return None
-        return StepsInFlight(
-            steps.steps,
-            newest=None,
-            most=steps.most,
-            end_tokens=checked.end_tokens,
-            endless=checked.endless,
-            tail=steps.tail,
-            table=self._own_table,
+        self.reservation.add_steps(most)
+        return Chunk(
+            most=most,
             epochs=self.reservation.epochs,
-            checked=steps,
+            tail=tail,
+            table=own_table,
+            newest=newest,
+            results=steps,
+            end_tokens=end_tokens,
+            endless=endless,
         )
 
-    def _table_of_steps(
+    def table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]
     ) -> tuple[jax.Array, Int[np.ndarray, "L B K M"] | None]:
         """Returns the page table of steps on the device, and on the host if values are there.
@@ -590,41 +566,12 @@ class Runner:
         """Returns cells for `programs.update_table` that change nothing."""
         return np.full((3, CELLS), math.prod(shape[:-1]), np.int32)
 
-    def _launched(
-        self,
-        steps: list[Packed],
-        newest: Array,
-        most: Int[np.ndarray, " B"],
-        end_tokens: tuple[int, ...],
-        endless: Bool[np.ndarray, " B"],
-        tail: Tail | None,
-        table: Int[np.ndarray, "L B K M"] | None,
-    ) -> StepsInFlight:
-        """Records launched steps; returns them as `StepsInFlight`."""
-        self.reservation.add_steps(most)
-        epochs = self.reservation.epochs
-        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs)
-
-    def send(self, tree: Any) -> Any:
-        """Puts host arrays on the device for several programs; not on a mesh, see `everywhere`."""
-        if self.model.mesh is not None:
-            return tree
-        return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, tree)
-
     def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps without released lanes."""
-        parts = [each.read() for each in program.steps]
-        checked = program.checked
-        steps = Steps.joined(parts) if checked is None else checked.corrected(parts)
+        steps, ended = program.read()
         current = program.epochs == self.reservation.epochs
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
-        # A lane without steps was idle, perhaps after an end token, and may have been reused since.
-        if checked is not None:
-            ended = checked.ended
-        else:
-            ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
-            ended &= ~program.endless
         self.reservation.collect_steps(
             steps.lengths, ran=counts > 0, most=program.most, ended=ended, current=current
         )

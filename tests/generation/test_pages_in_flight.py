@@ -26,7 +26,7 @@ class Watch:
         self.pages = pages  # of the pool
         self.ahead = self.chunks = 0
         self._inflight: list[np.ndarray] = []
-        launch, read, table_of_steps = Runner.decode, Runner.collect, Runner._table_of_steps
+        launch, read, table_of_steps = Runner.decode, Runner.collect, Runner.table_of_steps
         given: list[np.ndarray] = []  # the page table of the program that is being launched
 
         def with_table(runner, stepping):
@@ -58,7 +58,7 @@ class Watch:
             assert (table[:, ran, :, :width] == own)[live[..., :width]].all()
             return steps
 
-        monkeypatch.setattr(Runner, "_table_of_steps", with_table)
+        monkeypatch.setattr(Runner, "table_of_steps", with_table)
         monkeypatch.setattr(Runner, "decode", launched)
         monkeypatch.setattr(Runner, "collect", was_read)
 

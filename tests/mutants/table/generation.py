@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",
         FOLDER + "runner.py",
-        "np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)",
-        "np.isin(steps.tokens[-1], program.end_tokens)",
+        "np.isin(steps.tokens[-1], self.end_tokens) & (self.most > 0)",
+        "np.isin(steps.tokens[-1], self.end_tokens)",
         (
             "tests/generation/test_pages_in_flight.py::test_reused_idle_lane_keeps_its_steps_in_flight",
         ),
