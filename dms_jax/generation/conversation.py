@@ -161,9 +161,7 @@ class Conversation:
             past = Past(history.before, history.seen)
             request = make_request(engine.model.config, tokens, sampling, seed=seed, past=past)
             self._recall()
-            (completion,) = engine.serve(
-                Source([request], sampling, on_tokens=on_tokens, keep=True)
-            )
+            (completion,) = engine.serve(Source([request], on_tokens=on_tokens, keep=True))
             # An interrupt before this line leaves the cache ahead of the history; the next turn
             # recomputes it.
             self._history = history.with_turn(prompt, tokens, request.max_length, completion)
@@ -223,7 +221,7 @@ class Conversation:
             past = Past(history.before, history.seen, base=0)
             requests = make_requests(engine.model.config, tokens, sampling, past)
             self._recall()
-            return engine.serve(Source(requests, sampling, on_tokens=on_tokens))
+            return engine.serve(Source(requests, on_tokens=on_tokens))
 
     def _recall(self) -> None:
         """Recomputes the past if the cache does not hold it after an interrupt."""
@@ -268,4 +266,4 @@ def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
     request.prompt, answer = (turn.tokens, []) if turn.prompt else ([], turn.tokens)
     request.generated = [*answer, 0]
     request.max_new_tokens, request.max_length = len(request.generated), turn.max_length
-    engine.serve(Source([request], sampling, keep=True))
+    engine.serve(Source([request], keep=True))

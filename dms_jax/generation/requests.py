@@ -340,27 +340,23 @@ def scored_request(
     )
 
 
-def completion_of(request: Request, *, logprobs: bool) -> Completion:
+def completion_of(request: Request) -> Completion:
     """Returns the completion of a request that has ended."""
     assert request.usage is not None
     assert request.finish_reason is not None
     return Completion(
         text=request.text,
         tokens=request.generated,
-        logprobs=request.logprobs if logprobs else None,
+        logprobs=request.logprobs if request.sampling.logprobs else None,
         finish_reason=request.finish_reason,
         usage=request.usage,
         likeliest=request.likeliest or None,
     )
 
 
-def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Completion]:
+def finished(requests: Sequence[Request]) -> dict[int, Completion]:
     """Returns the completions of the requests that have ended, by index."""
-    return {
-        request.index: completion_of(request, logprobs=sampling.logprobs)
-        for request in requests
-        if request.usage is not None
-    }
+    return {each.index: completion_of(each) for each in requests if each.usage is not None}
 
 
 class NotNumbersError(CheckpointError):

@@ -23,6 +23,7 @@ eviction holds the answer too.
 import bisect
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -500,7 +501,7 @@ class Scheduler:
                     slots = self.runner.reservation.lengths_of(lane)
                 usage = dict(cached=int(self.runner.seen[lane]), live=int(slots.sum()))
                 usage |= self.runner.reservation.bytes_of(slots)
-                self.notifier.add_usage(request, usage)
+                self.notifier.add_end(request, usage)
         for lane in ended:
             del self.running[lane]
         self.prefill.drop_departed(self.running)
@@ -556,7 +557,7 @@ class Scheduler:
                 held = dict(cache_bytes=0, host_bytes=0)  # never started
                 if request.slots is not None:
                     held = self.runner.reservation.bytes_of(request.slots)
-                record_usage(request, cached=0, live=0, **held)
+                self.notifier.add_end(request, dict(cached=0, live=0) | held)
         if any(each.state is State.DONE for each in changed):
             waiting = list(self.waiting)
             self.waiting.clear()
@@ -603,20 +604,25 @@ class Notifier:
 
     Attributes:
       tracker: decodes the texts.
-      on_tokens: called with every update.
-      on_notified: called after the updates of a chunk.
+      on_tokens, on_notified, on_end: see `engine.Source`.
     """
 
     tracker: TextTracker
     on_tokens: OnTokens | None = None
     on_notified: Callable[[], None] | None = None
-    _ended: list[tuple[Request, dict[str, Any]]] = dataclasses.field(default_factory=list)
-    _pending: list[_Pending] = dataclasses.field(default_factory=list)
+    on_end: Callable[[Request], None] | None = None
+    _ended: collections.deque[tuple[Request, dict[str, Any]]] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    _pending: collections.deque[_Pending] = dataclasses.field(default_factory=collections.deque)
+    _calls: collections.deque[Callable[[], None]] = dataclasses.field(
+        default_factory=collections.deque
+    )
 
     def settle(self, request: Request) -> None:
         """Sets the finish reason of a request whose new tokens end it, and queues its update."""
         text = None
-        if self.on_tokens is None or request.sampling.stop_strings:  # text may end it
+        if request.sampling.stop_strings:  # text may end it
             text = self.tracker.update(request)
         else:
             self.tracker.end(request)
@@ -625,8 +631,8 @@ class Notifier:
             self._pending.append(_Pending(request, tokens, request.finish_reason is not None, text))
         request.reported_tokens = len(request.generated)
 
-    def add_usage(self, request: Request, usage: dict[str, Any]) -> None:
-        """Queues the usage of a request that has ended; see `record_usage`."""
+    def add_end(self, request: Request, usage: dict[str, Any]) -> None:
+        """Queues the end of a request with its usage; see `record_usage`."""
         self._ended.append((request, usage))
 
     def notify(self) -> None:
@@ -634,30 +640,36 @@ class Notifier:
         collections.deque(self.notify_by_parts(), maxlen=0)
 
     def notify_by_parts(self) -> Iterator[None]:
-        """Like `notify`, one request at a time; closing the generator leaves the rest queued."""
+        """Like `notify`, one request at a time; closing the generator leaves the rest queued.
+
+        Nothing leaves a queue before it is done: after an interrupt the next call goes on.
+        """
         while self._ended:
-            request, usage = self._ended[-1]
+            request, usage = self._ended[0]
+            if self.on_tokens is None and not request.sampling.stop_strings:
+                self.tracker.decode(request)
             record_usage(request, **usage)
-            self._ended.pop()  # not earlier: an interrupt would lose the completion
+            self._ended.popleft()
+            if self.on_end is not None:
+                self._calls.append(functools.partial(self.on_end, request))
             yield
-        # Nothing is removed until all texts are decoded: after an interrupt the next call goes on.
-        for each in self._pending:
-            if each.text is None:
-                each.text = self.tracker.update(each.request)
-                yield
-        if self.tracker.unfinished:
-            self.tracker.finish()
-        if self.on_tokens is None or not self._pending:
+        while self._pending:
+            each = self._pending[0]
+            text = self.tracker.update(each.request) if each.text is None else each.text
+            self._pending.popleft()
+            assert self.on_tokens is not None
+            update = Update(each.request.index, each.tokens, text, each.finished)
+            self._calls.append(functools.partial(self.on_tokens, update))
+            yield
+        if not self._calls:
             return
-        pending, self._pending = collections.deque(self._pending), []
+        calls, self._calls = self._calls, collections.deque()
         try:
-            while pending:
+            while calls:
                 yield  # not after the last one, which `on_notified` must follow
-                each = pending.popleft()
-                assert each.text is not None
-                self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
+                calls.popleft()()
         except GeneratorExit:
-            self._pending[:0] = pending
+            self._calls = calls
             raise
         if self.on_notified is not None:
             self.on_notified()

@@ -234,7 +234,7 @@ def test_grammar_resumes_after_error(engine, monkeypatch):
         with pytest.raises(NotNumbersError):
             serve_arrivals(engine, [requests])
     assert 1 < len(requests[0].generated) < len(want[0].tokens)
-    engine.serve(Source(requests, sampling))
+    engine.serve(Source(requests))
     assert [each.generated for each in requests] == [each.tokens for each in want]
 
 

@@ -108,7 +108,7 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
     for request, most in zip(requests, lengths, strict=True):
         request.max_new_tokens = int(most)
     with squeezed(engine, pages):
-        engine.serve(Source(requests, sampling))
+        engine.serve(Source(requests))
     for each in requests:
         given = dict(copy=each.copy, ends=ENDS, new_tokens=each.max_new_tokens)
         answer(each.prompt, sampling, name, **given).check(each)
