@@ -93,7 +93,7 @@ class _Step:
 
     result: Packed
     newest: Array
-    source: programs.Source
+    source: programs.DrawInputs
     tail: Any
     before: Any
     begins: Bool[np.ndarray, " B"]

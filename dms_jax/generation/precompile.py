@@ -237,7 +237,7 @@ class _Calls:
     def redraws(self) -> list[_Call]:
         """Returns the programs that draw the tokens of a few lanes again, and of all."""
         runner, lanes = self.runner, self.runner.everywhere(self._lanes)
-        source = programs.Source(runner.hidden, lanes)
+        source = programs.DrawInputs(runner.hidden, lanes)
         outer, size = runner.model.transformer.without_layers(), runner.model.config.vocab_size
         calls: list[_Call] = []
         for count in sorted({min(checked_steps.FEW, len(lanes)), len(lanes)}):

@@ -734,7 +734,7 @@ class Undo:
 
 
 @struct.dataclass
-class Source:
+class DrawInputs:
     """What the tokens of a step were drawn from."""
 
     hidden: Any  # [B, E]
@@ -762,7 +762,7 @@ def step(
     end_tokens: tuple[int, ...],
     *,
     block: int = 1,
-) -> tuple[Cache, Packed, Int[Array, " B"], Source, Undo | None, Tail | None]:
+) -> tuple[Cache, Packed, Int[Array, " B"], DrawInputs, Undo | None, Tail | None]:
     """Runs one decode step, whose tokens the host checks; see `checked_steps`.
 
     Args:
@@ -801,13 +801,13 @@ def step(
             undo = jax.lax.with_sharding_constraint(undo, Undo.of(specs))
         hidden, positions = (sharding.constrain(x, *[None] * x.ndim) for x in (hidden, positions))
     steps = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
-    return cache, steps, new, Source(hidden, positions), undo, tail
+    return cache, steps, new, DrawInputs(hidden, positions), undo, tail
 
 
 @Program
 def redraw(
     transformer: Transformer,
-    source: Source,
+    source: DrawInputs,
     tokens: Int[Array, " B"],
     lanes: Int[Array, " n"],
     masks: Int[Array, "n words"],

@@ -221,7 +221,6 @@ class Runner:
         self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
         self._keeps_all = whole.at_least >= positions and model.config.window is None
-        self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
@@ -237,15 +236,22 @@ class Runner:
                 f"{policy.name}: values in host memory are those of the last layers, and its "
                 "groups put a layer with values on the device behind one with values on the host."
             )
+        # Every layer has its share of the pages; those of values in host memory come last.
+        self._num_pages, self._on_host = num_pages, self._value_layers < config.num_layers
+        self._value_pages = num_pages * self._value_layers // config.num_layers
         with use_mesh(model.mesh):
             self._on_mesh = sharding.has_mesh()
-        if self._value_layers < config.num_layers and self._on_mesh:
+            data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
+            self.data_shards = sharding.axis_size(data)
+            self.num_shards = self.data_shards * sharding.axis_size(heads)
+            # If `data` does not divide the lanes, it could divide a subset, and would split it.
+            self.fixed_lanes = not data and sharding.axis_size(sharding.DATA) > 1
+        if self._on_host and self._on_mesh:
             raise ConfigError(
                 f"{policy.name}: values in host memory are supported on one device, not on a mesh; "
                 "give the policy values='device', or load the model without a mesh."
             )
         self.host: HostValues | None = None
-        self._set_shards()
         self.reservation = Reservation(
             policy,
             self._make_allocator(),
@@ -283,8 +289,6 @@ class Runner:
         self.release()  # first: memory may not hold two
         config = self.model.config
         num_pages = self.reservation.allocator.pages_per_shard * self.num_shards
-        value_pages = self._shape[1] * self._value_layers // config.num_layers
-        on_host = self._value_layers < config.num_layers
         with use_mesh(self.model.mesh):
             make = programs.make_cache(
                 self.model.mesh,
@@ -295,7 +299,7 @@ class Runner:
                 self.page_size,
                 self.model.dtype,
                 self._kv_dtype,
-                value_pages if on_host else None,
+                self._value_pages if self._on_host else None,
             )
             with fits_device(
                 f"The device has no room for a cache of {num_pages} pages "
@@ -303,10 +307,10 @@ class Runner:
             ):
                 # Otherwise only the first program would fail for lack of memory.
                 self.cache = jax.block_until_ready(make())
-        if on_host:
+        if self._on_host:
             self.host = HostValues(
-                first_page=value_pages,
-                num_pages=self._shape[1] - value_pages,
+                first_page=self._value_pages,
+                num_pages=self._num_pages - self._value_pages,
                 page_size=self.page_size,
                 head_dim=self.cache.k_pages.shape[-1],
                 dtype=self.cache.k_pages.dtype,
@@ -330,35 +334,22 @@ class Runner:
             self.host = None
         self.reservation.reset(self._make_allocator())
         self.prefixes.reset()
-        self.seen = np.zeros(self._shape[0], np.int64)
-        self._max_lengths = np.zeros(self._shape[0], np.int32)
-        self._adapter_of = list(self.slots.names[:1]) * self._shape[0] if self.slots else []
-
-    def _set_shards(self) -> None:
-        """Counts the devices with separate lanes and pages under the model's mesh."""
-        num_lanes, config = self._shape[0], self.model.config
-        with use_mesh(self.model.mesh):
-            data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
-            self.data_shards = sharding.axis_size(data) if data else 1
-            # If `data` does not divide the lanes, it could divide a subset, and would split it.
-            self.fixed_lanes = not data and sharding.axis_size(sharding.DATA) > 1
-            head_shards = sharding.axis_size(heads) if heads else 1
-        self.num_shards = self.data_shards * head_shards
+        self.seen = np.zeros(self.num_lanes, np.int64)
+        self._max_lengths = np.zeros(self.num_lanes, np.int32)
+        self._adapter_of = list(self.slots.names[:1]) * self.num_lanes if self.slots else []
 
     def _make_allocator(self) -> PageAllocator:
         """Returns the pages of an empty cache."""
-        (num_lanes, num_pages), config = self._shape, self.model.config
-        on_host = self._value_layers < config.num_layers
-        value_pages = num_pages * self._value_layers // config.num_layers
+        config = self.model.config
         return PageAllocator(
             num_layers=config.num_layers,
-            num_sequences=num_lanes,
+            num_sequences=self.num_lanes,
             num_kv_heads=config.num_kv_heads,
-            pages_per_shard=num_pages // self.num_shards,
+            pages_per_shard=self._num_pages // self.num_shards,
             page_size=self.page_size,
             sequence_shards=self.data_shards,
             head_shards=self.num_shards // self.data_shards,
-            first=(self._value_layers, value_pages) if on_host else (0, 0),
+            first=(self._value_layers, self._value_pages) if self._on_host else (0, 0),
         )
 
     def clear(self, lanes: list[int]) -> None:

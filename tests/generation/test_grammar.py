@@ -138,7 +138,7 @@ def test_tokens_drawn_again_follow_the_masked_distribution():
     redraw = inspect.unwrap(programs.redraw)
     _, tokens = redraw(
         types.SimpleNamespace(unembed=lambda hidden: hidden),
-        programs.Source(everything, positions),
+        programs.DrawInputs(everything, positions),
         free,
         refused,
         bits(np.broadcast_to(allowed, (len(refused), size))),
