@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from dms_jax.generation import programs
 from dms_jax.generation.grammar import GrammarError, Matcher, OpeningMatcher, mask_words
@@ -191,10 +191,8 @@ class CheckedSteps:
         running: Mapping[int, Any],
         tokens: Int[np.ndarray | Array, " B"],
         remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
         *,
-        endless: Bool[np.ndarray, " B"],
         num_steps: int,
         meanwhile: Iterator[None],
     ) -> None:
@@ -202,22 +200,22 @@ class CheckedSteps:
 
         Args:
           running: lane -> its request.
-          tokens, remaining, seeds, rule, endless: see `Runner.decode`.
+          tokens, remaining, rule: see `Runner.decode`.
           num_steps: number of steps (C).
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
 
         Raises:
           GrammarError: a grammar has become too complex; the steps from there on are dropped.
         """
-        self._seeds, self._rule = seeds, rule
+        self._seeds, self._rule = self._runner.seeds, rule
         if self._runner.model.mesh is None:  # arrays are sent once for all steps
             self._seeds, self._rule = jax.tree.map(
-                lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, (seeds, rule)
+                lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, (self._seeds, rule)
             )
         self._table, self._own_table = self._runner.table_of_steps(remaining > 0)
         self._outer = self._runner.model.transformer.without_layers()
         self._remaining, self._taken = remaining, np.zeros_like(remaining)
-        self._endless, self.newest = endless, self._runner.everywhere(tokens)
+        self._endless, self.newest = self._runner.endless, self._runner.everywhere(tokens)
         self._drop_released()
         self.requests, self._program = dict(running), None
         matchers = [(lane, each.matcher) for lane, each in running.items()]

@@ -338,8 +338,7 @@ class Call:
             self._finish_steps()
         for lane in source_of:
             scheduler.running[lane].state = State.DECODE
-        running, seeds = scheduler.running, scheduler.seeds
-        self.in_flight.launch_first_tokens(source_of, running, seeds, self._rule())
+        self.in_flight.launch_first_tokens(source_of, scheduler.running, self._rule())
         if shared:
             scheduler.fork(shared)
 
@@ -373,7 +372,7 @@ class Call:
         reports_now = self._is_open and bool(in_flight.drawn or in_flight.has_steps)
         reads_on = in_flight.reads_on
         with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
-            given = scheduler.seeds, self._rule(), num_steps, extra, work
+            given = self._rule(), num_steps, extra, work
             in_flight.launch_steps(scheduler.decoding, *given)
             collections.deque(work, maxlen=0)  # the rest, while the steps run
         reservation.trim()

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
@@ -44,6 +44,7 @@ from dms_jax.generation.prefill import (
 )
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.programs import Packed, Steps
+from dms_jax.generation.requests import Request
 from dms_jax.generation.reservation import PromptsInFlight, Reservation
 from dms_jax.generation.sampling import Filter, Given
 from dms_jax.interrupts import Working
@@ -138,12 +139,6 @@ def sends_changes(size: int) -> bool:
     return size > 4 * CELLS
 
 
-def _joined(
-    remaining: Int[np.ndarray, " B"], endless: Bool[np.ndarray, " B"]
-) -> Int[np.ndarray, " B"]:
-    return (remaining + programs.ENDLESS * endless).astype(np.int32)
-
-
 def build_batch(
     tokens: Mapping[int, np.ndarray],
     *,
@@ -189,6 +184,8 @@ class Runner:
       slots: the adapters that requests choose from; None if the model has one or none.
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
+      seeds: UInt32[B, 2] of the request in each lane; see `programs.request_keys`.
+      endless: Bool[B], lanes whose request ignores end tokens.
       num_shards: number of devices with separate pages.
       page_bytes: bytes of a page: keys, values and the policy's state per page.
       data_shards: number of groups of lanes, each with pages on separate devices.
@@ -335,6 +332,8 @@ class Runner:
         self.reservation.reset(self._make_allocator())
         self.prefixes.reset()
         self.seen = np.zeros(self.num_lanes, np.int64)
+        self.seeds = np.zeros((self.num_lanes, 2), np.uint32)
+        self.endless = np.zeros(self.num_lanes, bool)
         self._max_lengths = np.zeros(self.num_lanes, np.int32)
         self._adapter_of = list(self.slots.names[:1]) * self.num_lanes if self.slots else []
 
@@ -362,6 +361,20 @@ class Runner:
             self.cache = programs.clear(
                 self.cache, mask, self.model.config, self.traced_policy, self.model.dtype
             )
+
+    def assign(self, requests: Mapping[int, Request]) -> None:
+        """Sets what programs need to know of the requests that get lanes.
+
+        Args:
+          requests: lane -> its request.
+        """
+        lanes, given = list(requests), requests.values()
+        # Copies: programs in flight may use the old arrays.
+        self.seeds, self.endless = self.seeds.copy(), self.endless.copy()
+        self.seeds[lanes] = [(each.seed, each.copy) for each in given]
+        self.endless[lanes] = [each.sampling.ignore_eos for each in given]
+        self.set_max_lengths({lane: each.max_length for lane, each in requests.items()})
+        self.set_adapters({lane: each.adapter for lane, each in requests.items()})
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
         """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
@@ -418,10 +431,6 @@ class Runner:
         return PromptShapes(one_pass=shapes(True), one_by_one=shapes(False))
 
     # -- running ----------------------------------------------------------------------------------
-
-    @property
-    def _no_lanes(self) -> Bool[np.ndarray, " B"]:
-        return np.zeros(self.num_lanes, bool)
 
     @property
     def blank_undo(self) -> programs.Undo | None:
@@ -488,12 +497,10 @@ class Runner:
         self,
         tokens: Int[np.ndarray | jax.Array, " B"],
         remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | Given,
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
-        endless: Bool[np.ndarray, " B"] | None = None,
     ) -> Chunk:
         """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
@@ -501,18 +508,16 @@ class Runner:
           tokens: each lane's newest token (int32), not cached yet. A lane is idle if that is an end
             token.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
-          seeds: see `programs.request_keys`.
           rule: sampling settings, or the tokens to look up instead of drawing.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
-          endless: lanes that ignore end tokens; None for no lane.
         """
-        cached, endless = self.cached, self._no_lanes if endless is None else endless
         table, own_table = self.table_of_steps(remaining > 0)
-        given = table, self.everywhere(tokens), _joined(remaining, endless), seeds
+        left = (remaining + programs.ENDLESS * self.endless).astype(np.int32)
+        given = table, self.everywhere(tokens), left, self.seeds
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
-                *cached, *given, self.traced_policy, rule, num_steps, end_tokens
+                *self.cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
         self.reservation.add_steps(most)
@@ -524,7 +529,7 @@ class Runner:
             newest=newest,
             results=steps,
             end_tokens=end_tokens,
-            endless=endless,
+            endless=self.endless,
         )
 
     def table_of_steps(
@@ -625,7 +630,6 @@ class Runner:
         self,
         source_of: Mapping[int, int],
         tokens: Int[np.ndarray | jax.Array, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | Given,
     ) -> tuple[Array, Steps]:
         """Draws the token after a prompt for some lanes; see `programs.first_tokens`.
@@ -633,7 +637,6 @@ class Runner:
         Args:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
           tokens: the newest token of every lane; other lanes keep it.
-          seeds: see `programs.request_keys`.
           rule: as in `decode`.
         """
         lanes, sources = list(source_of), np.arange(len(tokens), dtype=np.int32)
@@ -645,7 +648,7 @@ class Runner:
                 self.model.transformer.without_layers(),
                 self.hidden,
                 sources,
-                seeds,
+                self.seeds,
                 self.seen[sources].astype(np.int32),
                 rule,
                 fresh,

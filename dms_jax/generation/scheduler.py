@@ -256,7 +256,6 @@ class Scheduler:
     Attributes:
       waiting: requests without a lane, in order of admission.
       running: lane -> its request, oldest first.
-      seeds: UInt32[B, 2], see `programs.request_keys`.
       cancelled: indices of requests to end early; callbacks may add some.
       held_back: whether lanes were left free for requests whose prefixes are in prefill.
     """
@@ -276,7 +275,6 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.cancelled: set[int] = set()
         self.held_back = False
-        self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
         self._uncopied: dict[int, np.ndarray] = {}  # lane -> slots of a prompt; see `fork`
         self._left: dict[int, Request] = {}  # index -> a waiting request that has left a lane
@@ -377,17 +375,14 @@ class Scheduler:
         return self.admission.rest(request, item.done, item.left)
 
     def _start(self, started: Mapping[int, Request]) -> None:
-        """Sets seeds, lengths and adapters of newly admitted lanes, and copies their bases."""
+        """Assigns lanes to newly admitted requests, and copies their bases."""
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         for lane, request in started.items():
             if (item := self.prefill.items[lane]).source == lane:
                 item.stops = self.runner.prefixes.stops(request, item.done)
                 if request.base is not None:
                     continued[lane] = request.base
-        self.seeds = self.seeds.copy()  # a program in flight may use the old
-        self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
-        self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
-        self.runner.set_adapters({lane: each.adapter for lane, each in started.items()})
+        self.runner.assign(started)
         if continued:
             self.runner.fork(continued)
 

@@ -384,18 +384,11 @@ def time_runner(runner: Runner, chunk: int, repeats: int) -> tuple[float, float,
     lanes = runner.num_lanes
     tokens = np.arange(lanes, dtype=np.int32)
     remaining = np.full(lanes, 10**6, np.int32)
-    seeds = np.zeros((lanes, 2), np.uint32)
     reads = []
 
     def run() -> np.ndarray:
-        launched = runner.decode(
-            tokens,
-            remaining,
-            seeds,
-            Sampling(temperature=0).filter,
-            num_steps=chunk,
-            end_tokens=(),
-        )
+        rule = Sampling(temperature=0).filter
+        launched = runner.decode(tokens, remaining, rule, num_steps=chunk, end_tokens=())
         steps = runner.collect(launched)
         tokens[:] = steps.tokens[-1]
         reads.append(steps.reads.sum(1).mean())

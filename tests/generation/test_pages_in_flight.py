@@ -117,7 +117,7 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
 def test_reused_idle_lane_keeps_its_steps_in_flight():
     """The chunk repeats the end token of the lane's old answer."""
     runner = host_engine("keeps", 2, ends=ENDS).runner
-    rule, seeds = LanesFilter(2).of({}), np.zeros((2, 2), np.uint32)
+    rule = LanesFilter(2).of({})
     runner.recover()
     runner.reservation.reserve(np.array([8, 8]))
 
@@ -125,7 +125,7 @@ def test_reused_idle_lane_keeps_its_steps_in_flight():
         tokens = np.array([ENDS[0], ENDS[0] + 1], np.int32)
         tokens[0] += remaining[0] > 0  # of the new request
         remaining = np.array(remaining, np.int32)
-        return runner.decode(tokens, remaining, seeds, rule, num_steps=4, end_tokens=ENDS)
+        return runner.decode(tokens, remaining, rule, num_steps=4, end_tokens=ENDS)
 
     idle, taken = launch([0, 4]), launch([4, 0])
     runner.collect(idle)
