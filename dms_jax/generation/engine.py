@@ -56,6 +56,7 @@ from dms_jax.generation.adapters import GivenAdapter, check_name, choose, replac
 from dms_jax.generation.grammar import make_matchers
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.memory import pool_pages
+from dms_jax.generation.notifier import Notifier
 from dms_jax.generation.precompile import compile_all, compile_first
 from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import bucket
@@ -75,7 +76,7 @@ from dms_jax.generation.requests import (
 )
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
-from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
+from dms_jax.generation.scheduler import Admission, Scheduler
 from dms_jax.generation.text import TextTracker
 from dms_jax.interrupts import keep_finished, unless_busy
 from dms_jax.model.adapters import Slots

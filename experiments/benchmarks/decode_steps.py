@@ -214,7 +214,7 @@ def filled_runner(
     lanes, pages = lengths.shape[1], int(spare * len(each) * each.max())
     options: dict[str, Any] = dict(page_size=PAGE_SIZE, kv_dtype=kv_dtype)
     runner = Runner(model, policy, num_lanes=lanes, num_pages=pages, **options)
-    runner.reservation.lengths = lengths.copy()
+    runner.reservation.lengths[:] = lengths
     runner.reservation.reserve(np.full(lanes, steps))
     cache = runner.cache
     places = jax.tree.map(lambda x: x.sharding, cache)
