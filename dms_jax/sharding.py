@@ -161,8 +161,8 @@ def mesh_sizes(
     return sizes.get(DATA, 1), sizes.get(SEQUENCE, 1), model
 
 
-def axis_size(name: Axes) -> int:
-    """Returns the size of mesh axes of the context, 1 without a mesh.
+def axis_size(name: Axes | None) -> int:
+    """Returns the size of mesh axes of the context, 1 without a mesh or for None.
 
     `model` counts `experts` and `model` together.
     """

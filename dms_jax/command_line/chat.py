@@ -24,7 +24,8 @@ from dms_jax.checks import Count, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import AnswerWriter
 from dms_jax.generation import Completion, Update
-from dms_jax.generation.answers import PLAIN, Answer, AnswerForm, answer_form, with_shown_markers
+from dms_jax.generation.answer_readers import PLAIN, AnswerForm
+from dms_jax.generation.answers import Answer, answer_form, with_shown_markers
 from dms_jax.generation.requests import Prompt
 from dms_jax.training.display import short
 

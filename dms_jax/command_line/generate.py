@@ -31,7 +31,8 @@ from dms_jax.cache.quantization import stored_vector
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import AnswerWriter, stream_text
 from dms_jax.generation import Generation, Update
-from dms_jax.generation.answers import PLAIN, AnswerForm, answer_form, with_shown_markers
+from dms_jax.generation.answer_readers import PLAIN, AnswerForm
+from dms_jax.generation.answers import answer_form, with_shown_markers
 from dms_jax.generation.requests import Prompt, is_chat
 from dms_jax.policies import Policy, Vanilla
 from dms_jax.policies.periodic_eviction import AnswerEviction, PeriodicEviction

@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from dms_jax.generation.answers import AnswerForm, AnswerReader
-from dms_jax.generation.call_readers import Text
+from dms_jax.generation.answer_readers import AnswerForm, Text
+from dms_jax.generation.answers import make_reader
 
 _PLAIN, _DIM = Style(), Style(dim=True)
 
@@ -24,7 +24,7 @@ class AnswerWriter:
     """
 
     def __init__(self, console: Console, form: AnswerForm):
-        self._console, self._reader = console, AnswerReader(form)
+        self._console, self._reader = console, make_reader(form)
         self._thought: bool | None = None  # whether the last piece was one
 
     def write(self, text: str, *, last: bool = False) -> None:

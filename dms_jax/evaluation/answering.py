@@ -12,7 +12,7 @@ from dms_jax.evaluation.progress import progress_bar
 from dms_jax.evaluation.questions import Judge, Questions
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.traces import Answer, Trace
-from dms_jax.generation import Sampling, Update
+from dms_jax.generation import Sampling
 from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import Completion, Request, completion_of, finished
 from dms_jax.interrupts import keep_finished
@@ -26,7 +26,6 @@ def answer(
     model: LanguageModel,
     policy: Policy,
     requests: list[Request],
-    sampling: Sampling,
     serving: Serving,
     on_answer: OnAnswer,
 ) -> None:
@@ -39,8 +38,8 @@ def answer(
     Args:
       model: from `load` or `retrofit`.
       policy: the cache policy.
-      requests: fresh requests, in the order in which they start.
-      sampling: how all of them are sampled; the seeds are in the requests.
+      requests: fresh requests, in the order in which they start; they share one sampling, except
+        for seeds.
       serving: options of the cache.
       on_answer: called with the index and the answer of each finished request, while the device
         runs the next programs.
@@ -52,19 +51,15 @@ def answer(
         return
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     engine = serving.engine(model, policy, sequences=len(requests), max_tokens=longest)
-    by_index = {request.index: request for request in requests}
 
-    def hand_out(update: Update) -> None:
-        if update.finished:
-            request = by_index[update.index]
-            trace = Trace(request.meter.rows, request.prompt_peak, *request.totals())
-            done = completion_of(request, logprobs=sampling.logprobs)
-            on_answer(update.index, Answer(done, trace))
+    def hand_out(request: Request) -> None:
+        trace = Trace(request.meter.rows, request.prompt_peak, *request.totals())
+        on_answer(request.index, Answer(completion_of(request), trace))
 
     together = len(requests) if policy.parallel != "never" else serving.lanes
     engine.check_room(requests)
     for wave in itertools.batched(requests, together):
-        engine.serve(Source(list(wave), sampling, on_tokens=hand_out, streaming=False, late=True))
+        engine.serve(Source(wave, on_end=hand_out))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +127,7 @@ class Evaluation:
 
         def ended() -> dict[int, Completion]:
             completions = {index: each.completion for index, each in done.items()}
-            return completions | finished(waiting, self.sampling)
+            return completions | finished(waiting)
 
         shown = progress_bar(len(requests), title=bar or "", shown=bar is not None)
         with contextlib.ExitStack() as open_files, shown as tick, keep_finished(ended):
@@ -151,5 +146,5 @@ class Evaluation:
 
             for index, each in done.items():
                 count(index, each)
-            answer(self.model, self.policy, waiting, self.sampling, self.serving, keep)
+            answer(self.model, self.policy, waiting, self.serving, keep)
             return {index: done[index] for index in range(len(requests))}

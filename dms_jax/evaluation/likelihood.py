@@ -12,7 +12,7 @@ import numpy as np
 
 from dms_jax.errors import DataError
 from dms_jax.evaluation.serving import Serving
-from dms_jax.generation.engine import scored_source
+from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import Request, scored_request
 from dms_jax.interrupts import keep_finished
 from dms_jax.model.language_model import LanguageModel, check_tokens
@@ -147,7 +147,7 @@ def likelihoods(
         return {each.index: _likelihood_of(each) for each in requests if each.usage is not None}
 
     with keep_finished(finished):
-        engine.serve(scored_source(ordered, on_done))
+        engine.serve(Source(ordered, on_end=on_done and (lambda _: on_done())))
     return list(map(_likelihood_of, requests))
 
 

@@ -26,7 +26,8 @@ from dms_jax.evaluation.prompting import (
 from dms_jax.evaluation.tasks.files import FileTask
 from dms_jax.evaluation.tasks.ruler import RULER
 from dms_jax.generation import Sampling
-from dms_jax.generation.answers import Answer, AnswerForm, answer_form, with_shown_markers
+from dms_jax.generation.answer_readers import AnswerForm
+from dms_jax.generation.answers import Answer, answer_form, with_shown_markers
 from dms_jax.generation.requests import Request, make_requests
 from dms_jax.model.language_model import LanguageModel
 

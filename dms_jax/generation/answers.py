@@ -1,48 +1,21 @@
 """Parses the text of an answer into thoughts, content, and tool calls."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 from dms_jax.checkpoint.tokenizer import Tokenizer
-from dms_jax.generation.call_formats import FORMATS, format_of
-from dms_jax.generation.call_readers import (
+from dms_jax.generation.answer_readers import (
+    THINKING_MARKERS,
+    AnswerForm,
+    AnswerReader,
     Arguments,
-    CallReader,
     CallStart,
     Piece,
     Text,
     Tool,
-    held_back,
 )
+from dms_jax.generation.call_formats import FORMATS, format_of
 from dms_jax.model.language_model import LanguageModel
-
-# The markers that templates write around thoughts before an answer.
-THINKING_MARKERS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerForm:
-    """How the text of an answer is parsed.
-
-    Attributes:
-      thinks: whether the answer begins with thoughts: "yes" (the prompt ends within them),
-        "perhaps" (the model may start them), "no", or "channels" (the call format marks them:
-        harmony).
-      markers: the text before and after thoughts.
-      calls: name of the call format (`call_formats.FORMATS`); None without tools, except harmony.
-      tools: the tools that may be called.
-      parallel: whether calls after the first one count.
-    """
-
-    thinks: Literal["no", "perhaps", "yes", "channels"] = "no"
-    markers: tuple[str, str] = THINKING_MARKERS[0]
-    calls: str | None = None
-    tools: tuple[Tool, ...] = ()
-    parallel: bool = True
-
-
-PLAIN = AnswerForm()
 
 
 def answer_form(
@@ -107,78 +80,9 @@ def _in_channels(template: str, call_format: str | None) -> bool:
     return (call_format or format_of(template, "")) == "harmony"
 
 
-class AnswerReader:
-    """Parses the text of one answer as it arrives.
-
-    Line breaks around thoughts are dropped: templates write them again.
-    """
-
-    def __init__(self, form: AnswerForm):
-        self._form, self._held = form, ""
-        states = {"perhaps": "begins", "yes": "begins to think"}
-        self._state = states.get(form.thinks, "says")
-        self._calls: CallReader | None = None
-        if form.calls is not None:
-            self._calls = FORMATS[form.calls].reader(form.tools)
-
-    def read(self, text: str) -> list[Piece]:
-        """Takes more text; returns the pieces that are complete."""
-        return self._one_call([*self._split(self._held + text)])
-
-    def end(self) -> list[Piece]:
-        """Returns the remaining pieces at the end of the answer."""
-        held, self._held = self._held, ""
-        pieces = list[Piece]()
-        if self._state == "thinks" and held.strip():
-            pieces.append(Text(held, thought=True))
-        if self._state == "begins":
-            pieces += self._say(held)
-        if self._calls is not None:
-            pieces += self._calls.end()
-        return self._one_call(pieces)
-
-    def _split(self, text: str) -> Iterator[Piece]:
-        """Yields the pieces of text, and holds back what may become a marker."""
-        self._held = ""
-        opening, closing = self._form.markers
-        if self._state == "begins":
-            begun = text.lstrip()
-            if begun.startswith(opening):
-                self._state, text = "begins to think", begun[len(opening) :]
-            elif opening.startswith(begun):
-                self._held = text
-                return
-            else:
-                self._state = "says"
-        if self._state == "begins to think":
-            text = text.lstrip("\n")
-            self._state = "thinks" if text else self._state
-        if self._state == "thinks":
-            thought, marker, rest = text.partition(closing)
-            keep = 0 if marker else held_back(thought, closing)
-            told = thought[: len(thought) - keep].rstrip("\n")
-            if told:
-                yield Text(told, thought=True)
-            if not marker:
-                self._held = text[len(told) :]
-                return
-            self._state, text = "begins to say", rest
-        if self._state == "begins to say":
-            text = text.lstrip("\n")
-            self._state = "says" if text else self._state
-        if self._state == "says":
-            yield from self._say(text)
-
-    def _say(self, text: str) -> Sequence[Piece]:
-        if self._calls is not None:
-            return self._calls.read(text)
-        return [Text(text)] if text else []
-
-    def _one_call(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Drops calls after the first one, if only one is allowed."""
-        if self._form.parallel:
-            return list(pieces)
-        return [each for each in pieces if isinstance(each, Text) or each.index == 0]
+def make_reader(form: AnswerForm) -> AnswerReader:
+    """Returns a reader of one answer."""
+    return AnswerReader(form) if form.calls is None else FORMATS[form.calls].reader(form)
 
 
 @dataclasses.dataclass
@@ -207,7 +111,7 @@ class Answer:
     @classmethod
     def of(cls, form: AnswerForm, text: str) -> "Answer":
         """Parses the text of a whole answer."""
-        reader, answer = AnswerReader(form), cls()
+        reader, answer = make_reader(form), cls()
         for piece in (*reader.read(text), *reader.end()):
             answer.add(piece)
         return answer

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from dms_jax.cache.accounting import Usage
 from dms_jax.checks import Count, CountOnDevice, check, check_keywords, show_options
 from dms_jax.errors import DataError
-from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source, scored_source
+from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions, Source
 from dms_jax.generation.requests import (
     Completion,
     OnTokens,
@@ -138,7 +138,7 @@ def generate(
         chunk=chunk,
         **options,
     )
-    return Generation(engine.serve(Source(requests, sampling, on_tokens=on_tokens)))
+    return Generation(engine.serve(Source(requests, on_tokens=on_tokens)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ def score(
         **options,
     )
     with keep_finished(lambda: {each.index: _score_of(each) for each in requests if each.usage}):
-        engine.serve(scored_source(requests, on_done))
+        engine.serve(Source(requests, on_end=on_done and (lambda _: on_done())))
     return list(map(_score_of, requests))
 
 

@@ -11,7 +11,7 @@ In harmony an answer is messages in channels, so its reader finds thoughts too:
 
     <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.
 
-A format has a parser of streamed answers (`call_readers`), and `rules`, the grammar of an answer
+A format has a parser of streamed answers (`answer_readers`), and `rules`, the grammar of an answer
 that must call a tool, or whose calls must match their schemas.
 """
 
@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dms_jax.generation.call_readers import (
+from dms_jax.generation.answer_readers import (
     MESSAGE_ENDS,
     CallReader,
     HarmonyReader,

@@ -24,20 +24,18 @@ import collections
 import concurrent.futures
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from dms_jax.generation import programs
 from dms_jax.generation.grammar import GrammarError, Matcher, OpeningMatcher, mask_words
 from dms_jax.generation.programs import Packed, Steps
+from dms_jax.generation.runner import Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter
 from dms_jax.model.language_model import use_mesh
-
-if TYPE_CHECKING:
-    from dms_jax.generation.runner import Runner
 
 # Lanes whose tokens are drawn again in a small program; if they are more, all lanes are in it.
 FEW = 16
@@ -95,7 +93,7 @@ class _Step:
 
     result: Packed
     newest: Array
-    source: programs.Source
+    source: programs.DrawInputs
     tail: Any
     before: Any
     begins: Bool[np.ndarray, " B"]
@@ -106,33 +104,33 @@ class _Step:
     redrawn: Redrawn | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """Consecutive steps whose tokens are checked.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked(StepsInFlight):
+    """Consecutive steps whose tokens are checked, a program each.
 
     Attributes:
-      steps: their results on the device.
-      most: the steps that each lane could take.
+      results: the packed `programs.Steps` of each step, on the device.
       void: Bool[B] for each step, the lanes that took it back.
       redrawn: for each step the tokens that replace its own.
       ended: lanes whose answer is known to have ended, and which are idle since.
-      tail: the values that the host must write, if it holds any.
     """
 
-    steps: list[Packed]
-    most: Int[np.ndarray, " B"]
+    results: list[Packed]
     void: list[Bool[np.ndarray, " B"]]
     redrawn: list[Redrawn | None]
     ended: Bool[np.ndarray, " B"]
-    tail: Any
 
-    def corrected(self, parts: Sequence[Steps]) -> Steps:
+    def read(self) -> tuple[Steps, Bool[np.ndarray, " B"]]:
+        return self._corrected([each.read() for each in self.results]), self.ended
+
+    def _corrected(self, parts: Sequence[Steps]) -> Steps:
         """Joins the results of the steps, with the final tokens and without void steps.
 
         Each lane's own steps come first, in order, as in a chunk of other steps: a lane may take
         steps back, or join in the middle.
         """
-        steps = Steps.joined(parts)
+        each = [dataclasses.replace(part, lengths=None) for part in parts]
+        steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
         found = {name: getattr(steps, name) for name in ("tokens", "logprobs")}
         for number, redrawn in enumerate(self.redrawn):
             if redrawn is not None:
@@ -141,20 +139,18 @@ class Checked:
                         found[name] = old = old.copy()
                         old[number, redrawn.lanes] = new
         steps = dataclasses.replace(steps, **found)
-        void = np.stack(self.void)
+        void, lengths = np.stack(self.void), parts[-1].lengths
         steps = dataclasses.replace(steps, ran=steps.ran & ~void)
         if not (void.any() or (steps.ran[1:] & ~steps.ran[:-1]).any()):
-            return steps
+            return dataclasses.replace(steps, lengths=lengths)
         # After its own steps the last one again, as for a lane that has ended.
         order = np.argsort(~steps.ran, axis=0, kind="stable")
         last = np.maximum(steps.ran.sum(0) - 1, 0)
         order = np.take_along_axis(order, np.minimum(np.arange(len(order))[:, None], last), 0)
-        lengths, ran = steps.lengths, np.sort(~steps.ran, axis=0) == 0
+        ran = np.sort(~steps.ran, axis=0) == 0
         if len(parts) > 1:  # no lane takes back two steps in sequence
             lengths = np.where(void[-1][:, None], parts[-2].lengths, lengths)
-        steps = jax.tree.map(
-            lambda x: np.take_along_axis(x, order, 0), dataclasses.replace(steps, lengths=None)
-        )
+        steps = jax.tree.map(lambda x: np.take_along_axis(x, order, 0), steps)
         return dataclasses.replace(steps, ran=ran, lengths=lengths)
 
 
@@ -168,15 +164,13 @@ class CheckedSteps:
     Attributes:
       newest: Int[B] on the device, the newest token of each lane.
       requests: lane -> its request.
-      endless: Bool[B], lanes that ignore end tokens.
-      end_tokens: token ids that end an answer.
     """
 
-    def __init__(self, runner: "Runner", end_tokens: tuple[int, ...]):
-        self._runner, self.end_tokens = runner, end_tokens
+    def __init__(self, runner: Runner, end_tokens: tuple[int, ...]):
+        self._runner, self._end_tokens = runner, end_tokens
         nobody = np.zeros(runner.num_lanes, bool)
         self.requests: dict[int, Any] = {}
-        self.endless, self._epochs = nobody, runner.reservation.epochs
+        self._endless, self._epochs = nobody, runner.reservation.epochs
         self._launched = collections.deque[_Step]()  # not checked yet, at most two
         self._ready = list[_Step]()  # checked
         self._undo, self._program = runner.blank_undo, None
@@ -197,11 +191,8 @@ class CheckedSteps:
         running: Mapping[int, Any],
         tokens: Int[np.ndarray | Array, " B"],
         remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter,
         *,
-        endless: Bool[np.ndarray, " B"],
-        table: Array,
         num_steps: int,
         meanwhile: Iterator[None],
     ) -> None:
@@ -209,18 +200,22 @@ class CheckedSteps:
 
         Args:
           running: lane -> its request.
-          tokens, remaining, seeds, rule, endless: see `Runner.decode`.
-          table: the page table on the device.
+          tokens, remaining, rule: see `Runner.decode`.
           num_steps: number of steps (C).
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
 
         Raises:
           GrammarError: a grammar has become too complex; the steps from there on are dropped.
         """
-        self._seeds, self._rule = self._runner.send((seeds, rule))
+        self._seeds, self._rule = self._runner.seeds, rule
+        if self._runner.model.mesh is None:  # arrays are sent once for all steps
+            self._seeds, self._rule = jax.tree.map(
+                lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, (self._seeds, rule)
+            )
+        self._table, self._own_table = self._runner.table_of_steps(remaining > 0)
         self._outer = self._runner.model.transformer.without_layers()
         self._remaining, self._taken = remaining, np.zeros_like(remaining)
-        self.endless, self.newest = endless, self._runner.everywhere(tokens)
+        self._endless, self.newest = self._runner.endless, self._runner.everywhere(tokens)
         self._drop_released()
         self.requests, self._program = dict(running), None
         matchers = [(lane, each.matcher) for lane, each in running.items()]
@@ -232,14 +227,13 @@ class CheckedSteps:
                 self._resolve(1 if ahead else 0, self._going, meanwhile)
                 if not (self._going.any() or self._takes_back.any()):
                     return
-                self._launch(table, self._going)
+                self._launch(self._going)
 
-    def settle(self, tokens: Int[np.ndarray | Array, " B"], table: Any) -> None:
+    def settle(self, tokens: Int[np.ndarray | Array, " B"]) -> None:
         """Waits for all steps and checks their tokens.
 
         Args:
           tokens: the newest tokens of all lanes.
-          table: the page table of the last steps.
 
         Raises:
           GrammarError: see `run`.
@@ -251,7 +245,7 @@ class CheckedSteps:
         with use_mesh(self._runner.model.mesh):
             self._resolve(0, nobody, iter(()))
             if self._takes_back.any():
-                self._launch(table, nobody)
+                self._launch(nobody)
                 self._launched.clear()
         self._consumed = nobody
 
@@ -261,12 +255,14 @@ class CheckedSteps:
         if not steps:
             return None
         return Checked(
-            steps=[each.result for each in steps],
             most=np.sum([each.active for each in steps], axis=0, dtype=np.int64),
+            epochs=self._runner.reservation.epochs,
+            tail=steps[-1].tail,
+            table=self._own_table,
+            results=[each.result for each in steps],
             void=[each.void for each in steps],
             redrawn=[each.redrawn for each in steps],
             ended=self._ended,
-            tail=steps[-1].tail,
         )
 
     def close(self) -> None:
@@ -291,7 +287,7 @@ class CheckedSteps:
         self._consumed = self._consumed & kept
         self._unread = [each.of(kept) for each in self._unread]
 
-    def _launch(self, table: Any, active: Bool[np.ndarray, " B"]) -> None:
+    def _launch(self, active: Bool[np.ndarray, " B"]) -> None:
         runner, last = self._runner, self._launched[-1] if self._launched else None
         forced = np.full(len(active), -1, np.int32)
         for lane, matcher in self._openings:
@@ -300,10 +296,10 @@ class CheckedSteps:
                 if (only := matcher.only) is not None:
                     forced[lane] = only
         left = np.where(active, self._remaining - self._taken, 0)
-        left = left + programs.ENDLESS * self.endless
+        left = left + programs.ENDLESS * self._endless
         control = np.stack([left, forced, self._takes_back]).astype(np.int32)
-        given = table, self._undo, self.newest, control, self._seeds
-        args = *runner.cached, *given, runner.traced_policy, self._rule, self.end_tokens
+        given = self._table, self._undo, self.newest, control, self._seeds
+        args = *runner.cached, *given, runner.traced_policy, self._rule, self._end_tokens
         if self._program is None:
             self._program = programs.step.chosen(*args)
         before, consumed = self.newest, self._consumed if last is None else last.active
@@ -335,7 +331,7 @@ class CheckedSteps:
         `goes_on` are the lanes that take part in the step after it.
         """
         self._consumed = step.active & goes_on
-        given = self._ended, self.endless, goes_on, self._grammars, self.requests
+        given = self._ended, self._endless, goes_on, self._grammars, self.requests
         step.check = _thread.submit(self._check, step, *given)
 
     def _resolve(
@@ -399,19 +395,19 @@ class CheckedSteps:
         matchers, ended = dict(grammars), np.zeros_like(ended_before)
         if step.begins.any():
             tokens = np.asarray(step.before)
-            ended |= step.begins & np.isin(tokens, self.end_tokens) & ~endless
+            ended |= step.begins & np.isin(tokens, self._end_tokens) & ~endless
             for lane in np.flatnonzero(step.begins & ~ended).tolist():
                 if lane in matchers:
                     matchers[lane].consume(int(tokens[lane]))
         for redrawn in step.redrawn_before:
             for lane, token in zip(redrawn.lanes.tolist(), redrawn.read()[0].tolist(), strict=True):
-                if active[lane] and token in self.end_tokens:
+                if active[lane] and token in self._end_tokens:
                     ended[lane] = True
                 elif active[lane] and not step.begins[lane] and lane in matchers:
                     matchers[lane].consume(token)
         tokens = np.asarray(step.newest)
         checked, refused = active & ~void & ~ended_before & ~ended, np.zeros_like(ended)
-        ends = np.isin(tokens, self.end_tokens) & ~endless
+        ends = np.isin(tokens, self._end_tokens) & ~endless
         lanes, every = checked.tolist(), tokens.tolist()
         is_end, going = ends.tolist(), goes_on.tolist()
         for lane, matcher in grammars:

@@ -19,19 +19,35 @@ from dms_jax.generation.requests import (
     OnTokens,
     Past,
     Prompt,
-    Turn,
     check_call,
     check_list,
+    check_messages,
     encode_prompt,
     is_chat,
     make_request,
     make_requests,
-    text_after_answer,
 )
 from dms_jax.generation.sampling import Sampling
 from dms_jax.interrupts import unless_busy
 from dms_jax.model.language_model import LanguageModel, check_model, use_mesh
 from dms_jax.policies import Policy
+
+_ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A part of a conversation that is in the cache.
+
+    Attributes:
+      tokens: token ids in order.
+      prompt: whether they are a prompt; otherwise they are an answer.
+      max_length: length that the conversation could reach in this turn.
+    """
+
+    tokens: list[int]
+    prompt: bool
+    max_length: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +177,7 @@ class Conversation:
             past = Past(history.before, history.seen)
             request = make_request(engine.model.config, tokens, sampling, seed=seed, past=past)
             self._recall()
-            (completion,) = engine.serve(
-                Source([request], sampling, on_tokens=on_tokens, keep=True)
-            )
+            (completion,) = engine.serve(Source([request], on_tokens=on_tokens, keep=True))
             # An interrupt before this line leaves the cache ahead of the history; the next turn
             # recomputes it.
             self._history = history.with_turn(prompt, tokens, request.max_length, completion)
@@ -223,7 +237,7 @@ class Conversation:
             past = Past(history.before, history.seen, base=0)
             requests = make_requests(engine.model.config, tokens, sampling, past)
             self._recall()
-            return engine.serve(Source(requests, sampling, on_tokens=on_tokens))
+            return engine.serve(Source(requests, on_tokens=on_tokens))
 
     def _recall(self) -> None:
         """Recomputes the past if the cache does not hold it after an interrupt."""
@@ -242,10 +256,33 @@ class Conversation:
                 "The conversation began with plain text or token ids, which chat messages cannot "
                 "follow. Continue in the same form, or start a new conversation."
             )
-        text = text_after_answer(model, history.messages, prompt)
+        text = _text_after_answer(model, history.messages, prompt)
         tokens = model.tokenizer.encode(text, add_special_tokens=False)
         # The end token of the answer is both in the template and generated.
         return tokens[1:] if list(history.before) == tokens[:1] else tokens
+
+
+def _text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Sequence[Any]) -> str:
+    """Returns the text that the chat template puts between the last answer and the next one.
+
+    Args:
+      model: the model whose chat template applies.
+      past: messages of the earlier turns, without the last answer.
+      messages: the new messages.
+
+    Raises:
+      DataError: a message is malformed, or the template refuses the conversation.
+    """
+    check_messages(messages)
+    text = model.tokenizer.apply_chat_template(
+        [*past, {"role": "assistant", "content": _ANSWER}, *messages], add_generation_prompt=True
+    )
+    if text.count(_ANSWER) != 1:
+        raise DataError(
+            "The chat template does not repeat an earlier answer as it was, so a conversation "
+            "cannot continue through it. Give the next turn as text."
+        )
+    return text.partition(_ANSWER)[2]
 
 
 def _lanes(model: LanguageModel, branches: int) -> int:
@@ -268,4 +305,4 @@ def _prefill(engine: Engine, turn: Turn, seen: int) -> None:
     request.prompt, answer = (turn.tokens, []) if turn.prompt else ([], turn.tokens)
     request.generated = [*answer, 0]
     request.max_new_tokens, request.max_length = len(request.generated), turn.max_length
-    engine.serve(Source([request], sampling, keep=True))
+    engine.serve(Source([request], keep=True))

@@ -2,8 +2,8 @@
 
     while call.step(): ...       accept, admit, launch, collect, finish, notify
 
-A `Source` gives requests and receives their updates; `scheduler` holds the state of each request;
-`Overlap` says how far the device runs ahead of the host:
+A `Source` gives requests and receives their updates; `scheduler` holds the state of each request.
+The device runs ahead of the host:
 
     device  | steps  steps  steps  steps | prompts | first tokens | steps ...
     host                             | ends, admissions, launches of these | collects the last, ...
@@ -56,17 +56,16 @@ from dms_jax.generation.adapters import GivenAdapter, check_name, choose, replac
 from dms_jax.generation.grammar import make_matchers
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.memory import pool_pages
+from dms_jax.generation.notifier import Notifier
 from dms_jax.generation.precompile import compile_all, compile_first
 from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.generation.programs import bucket
 from dms_jax.generation.requests import (
-    SCORED,
     Completion,
     OnTokens,
     Prompt,
     Request,
     State,
-    Update,
     check_call,
     check_list,
     check_stop,
@@ -77,7 +76,7 @@ from dms_jax.generation.requests import (
 )
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Filter, LanesFilter, Sampling
-from dms_jax.generation.scheduler import Admission, Notifier, Scheduler
+from dms_jax.generation.scheduler import Admission, Scheduler
 from dms_jax.generation.text import TextTracker
 from dms_jax.interrupts import keep_finished, unless_busy
 from dms_jax.model.adapters import Slots
@@ -151,76 +150,28 @@ class Source:
     """Where the requests of a call come from, and who receives their updates.
 
     Attributes:
-      requests: the requests that are known at the start; they share one sampling.
-      sampling: their sampling.
+      requests: the requests that are known at the start. Without `incoming` they are all, and share
+        one sampling, except for seeds.
       incoming: returns more requests while others run (a server), each with its own sampling and an
         unused index. They are not checked for size. None for a closed list.
-      on_tokens: called with every `Update`.
+      on_tokens: called with every `Update`: before the next programs are launched, but while they
+        run with `incoming`. A cancellation takes effect after the programs that run.
       on_notified: called after the `on_tokens` calls of a chunk.
-      streaming: whether updates have text; otherwise text is decoded once, when a request ends.
-      late: whether `on_tokens` may be called while the next programs run, as with `incoming`. A
-        cancellation then takes effect after those programs.
+      on_end: called with every request that has ended, while the next programs run.
       keep: whether sequences stay in the cache when their requests end (a conversation).
     """
 
-    requests: Sequence[Request]
-    sampling: Sampling
+    requests: Sequence[Request] = ()
     incoming: Incoming | None = None
     on_tokens: OnTokens | None = None
     on_notified: Callable[[], None] | None = None
-    streaming: bool = True
-    late: bool = False
+    on_end: Callable[[Request], None] | None = None
     keep: bool = False
 
     @property
     def given(self) -> bool:
         """Whether the answers are given and only scored (`Request.given`)."""
         return any(each.given is not None for each in self.requests)
-
-
-def scored_source(requests: Sequence[Request], on_done: Callable[[], None] | None = None) -> Source:
-    """Returns the source of answers that are scored; `on_done` is called when one of them ends."""
-
-    def heard(update: Update) -> None:
-        if update.finished and on_done is not None:
-            on_done()
-
-    on_tokens = None if on_done is None else heard
-    return Source(requests, SCORED, on_tokens=on_tokens, streaming=False, late=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Overlap:
-    """How far the device runs ahead of the host.
-
-    Attributes:
-      num_steps: steps of a chunk; one where a stop string may end a kept sequence.
-      takes_turns: whether prefill and decoding alternate, so that no answer waits for more than
-        `prefill_tokens` of others' prompts.
-      waits: whether the updates of a chunk are sent before the next launch, because a listener may
-        cancel, or a stop string may end a kept sequence.
-      hands_over: whether requests may come at any time, so that lanes that ended in the earlier
-        programs of a chunk are given away while the last one runs. A closed list does that only
-        while requests wait.
-    """
-
-    num_steps: int
-    takes_turns: bool
-    waits: bool
-    hands_over: bool
-
-    @classmethod
-    def of(cls, source: Source, chunk: int) -> "Overlap":
-        """Returns the largest overlap that a source allows."""
-        is_open = source.incoming is not None
-        by_step = source.keep and bool(source.sampling.stop_strings)
-        is_heard = source.on_tokens is not None and not source.late
-        return cls(
-            num_steps=1 if by_step else chunk,
-            takes_turns=is_open,
-            waits=not is_open and (by_step or is_heard),
-            hands_over=is_open,
-        )
 
 
 class Call:
@@ -232,42 +183,43 @@ class Call:
     """
 
     def __init__(self, engine: "Engine", source: Source):
-        self.source, self.runner, self._given = source, engine.runner, source.given
-        self._model = engine.model
-        self.overlap = Overlap.of(source, engine.chunk)
-        self.runner.prefixes.closed = source.incoming is None
+        self.engine, self.source, self.runner = engine, source, engine.runner
+        self._given, self._is_open = source.given, source.incoming is not None
+        self.runner.prefixes.closed = not self._is_open
+        # A stop string may end a kept sequence, which must not grow beyond it.
+        by_step = source.keep and any(each.sampling.stop_strings for each in source.requests)
+        self._num_steps = 1 if by_step else engine.chunk
+        # Whether the updates of a chunk are sent before the next launch: a listener may cancel.
+        self._waits = not self._is_open and (by_step or source.on_tokens is not None)
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
         self.in_flight = InFlight(self.runner, end_tokens)
-        streaming = source.streaming and source.on_tokens is not None
-        tracker = TextTracker(tokenizer, end_tokens, streaming=streaming)
-        self._notifier = Notifier(tracker, source.on_tokens, source.on_notified)
-        self._prefill = PrefillQueue(engine.shapes, takes_turns=self.overlap.takes_turns)
+        tracker = TextTracker(tokenizer, end_tokens)
+        self._notifier = Notifier(tracker, source.on_tokens, source.on_notified, source.on_end)
+        self._prefill = PrefillQueue(engine.shapes, takes_turns=self._is_open)
         self.scheduler = Scheduler(
             engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
         )
-        self._prefill_tokens = engine.options.prefill_tokens * engine.runner.data_shards
-        self._steps_between_prompts = engine.steps_between_prompts
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:
         """Takes one turn of the loop; returns False when there is nothing left to do."""
-        scheduler, takes_turns = self.scheduler, self.overlap.takes_turns
+        scheduler = self.scheduler
         if not self._accept():
             return False
         if scheduler.to_cancel:  # before lanes are given away
             self._drain()
             scheduler.finish_and_notify()
-        if takes_turns or not self._prefill.items:
+        if self._is_open or not self._prefill.items:
             scheduler.admit()
         if self._prefill.items:
             self._launch_prefill()
-            if not takes_turns and (self._prefill.items or scheduler.held_back):
+            if not self._is_open and (self._prefill.items or scheduler.held_back):
                 if not self._prefill.items:  # requests whose prefix is ready come before steps
                     self.in_flight.collect_prompts()
                 self._notifier.notify()
                 return True
-        if self.overlap.waits and self.in_flight.drawn:
+        if self._waits and self.in_flight.drawn:
             self.in_flight.collect_prompts()
             scheduler.finish_and_notify()
         if scheduler.decoding:
@@ -289,18 +241,19 @@ class Call:
 
     def compile_first(self, compiled: set[Hashable]) -> None:
         """Compiles the first programs of a closed list, unless `compiled` has their key."""
-        num_steps, requests = self.overlap.num_steps, self.source.requests
+        num_steps, requests = self._num_steps, self.source.requests
         longest = max((len(each.prompt) for each in requests), default=0)
         self.runner.reservation.expect(longest + num_steps)
-        compile_first(
-            self.runner,
-            self._prefill.shapes,
-            requests,
-            None if self._given else self.source.sampling.filter,
-            self.in_flight.steps_a_program(num_steps),
-            self.in_flight.end_tokens,
-            compiled,
-        )
+        if requests:
+            compile_first(
+                self.runner,
+                self._prefill.shapes,
+                requests,
+                self._rule(),
+                self.in_flight.steps_a_program(num_steps),
+                self.in_flight.end_tokens,
+                compiled,
+            )
 
     # -- accept -----------------------------------------------------------------------------------
 
@@ -312,7 +265,7 @@ class Call:
             self._notifier.notify()
             self.in_flight.collect_steps()  # of answers that a stop string ended
         came = None if incoming is None else incoming(idle)
-        make_matchers(self._model, came or ())  # unless the source made them
+        self.engine.prepare(came or ())  # unless the source did
         scheduler.accept(came or ())
         return came is not None or bool(scheduler.waiting or scheduler.running)
 
@@ -321,7 +274,7 @@ class Call:
         if self._given:
             return None
         if self.source.incoming is None:
-            return self.source.sampling.filter
+            return self.source.requests[0].sampling.filter
         running = self.scheduler.running
         return self._filter.of({lane: each.sampling for lane, each in running.items()})
 
@@ -361,8 +314,8 @@ class Call:
         `prefill_tokens`, up to the first that prefills token by token.
         """
         scheduler, runner = self.scheduler, self.runner
-        fills_turn = self.overlap.takes_turns and bool(scheduler.decoding)
-        room = self._prefill_tokens
+        fills_turn = self._is_open and bool(scheduler.decoding)
+        room = self.engine.prefill_tokens
         while batch := self._prefill.next_batch(room if fills_turn else None):
             extra = np.zeros(runner.num_lanes, np.int64)
             for lane, tokens in batch.tokens.items():
@@ -386,8 +339,7 @@ class Call:
             self._finish_steps()
         for lane in source_of:
             scheduler.running[lane].state = State.DECODE
-        running, seeds = scheduler.running, scheduler.seeds
-        self.in_flight.launch_first_tokens(source_of, running, seeds, self._rule())
+        self.in_flight.launch_first_tokens(source_of, scheduler.running, self._rule())
         if shared:
             scheduler.fork(shared)
 
@@ -408,20 +360,20 @@ class Call:
 
     def _decode(self) -> None:
         """Launches a chunk of steps; collects the last chunk, and what may not stay in flight."""
-        scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
-        reservation, num_steps = self.runner.reservation, overlap.num_steps
-        if overlap.takes_turns and self._prefill.has_tokens:
-            num_steps = min(num_steps, self._steps_between_prompts)
+        scheduler, in_flight = self.scheduler, self.in_flight
+        reservation, num_steps = self.runner.reservation, self._num_steps
+        if self._is_open and self._prefill.has_tokens:
+            num_steps = min(num_steps, self.engine.steps_between_prompts)
         extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         if in_flight.has_steps and not reservation.fits_table(extra):
             self._finish_steps()
             extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
         self._reserve_or_preempt(extra, prompt=False)
         before = len(in_flight.programs)
-        reports_now = overlap.hands_over and bool(in_flight.drawn or in_flight.has_steps)
+        reports_now = self._is_open and bool(in_flight.drawn or in_flight.has_steps)
         reads_on = in_flight.reads_on
         with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
-            given = scheduler.seeds, self._rule(), num_steps, extra, work
+            given = self._rule(), num_steps, extra, work
             in_flight.launch_steps(scheduler.decoding, *given)
             collections.deque(work, maxlen=0)  # the rest, while the steps run
         reservation.trim()
@@ -429,7 +381,7 @@ class Call:
         if reports_now:  # first tokens are sent before their next steps are collected
             scheduler.finish_and_notify(cancel=not reads_on)
         self._collect_last_steps()
-        if overlap.waits:
+        if self._waits:
             scheduler.finish_and_notify()
         else:
             scheduler.finish(cancel=not reads_on)
@@ -440,12 +392,12 @@ class Call:
         If requests may join, the last one stays, which keeps the device busy meanwhile; all of them
         if only the next chunk can follow. Of steps with grammars, those without a check stay.
         """
-        scheduler, in_flight, overlap = self.scheduler, self.in_flight, self.overlap
-        if overlap.waits or not in_flight.may_run_on(scheduler.decoding):
+        scheduler, in_flight = self.scheduler, self.in_flight
+        if self._waits or not in_flight.may_run_on(scheduler.decoding):
             in_flight.collect_steps()
         elif in_flight.is_checking:
             in_flight.collect_steps(len(in_flight.programs))
-        elif overlap.hands_over or scheduler.waiting:
+        elif self._is_open or scheduler.waiting:
             in_flight.collect_steps(len(in_flight.programs) - 1)
         elif scheduler.cancelled:
             in_flight.collect_steps()
@@ -560,7 +512,7 @@ class Engine:
             self.check_adapter(name)
         tokens = encode_prompts(self.model, prompts)
         requests = make_requests(self.model.config, tokens, sampling, adapters=each)
-        return self.serve(Source(requests, sampling, on_tokens=on_tokens))
+        return self.serve(Source(requests, on_tokens=on_tokens))
 
     def serve(self, source: Source) -> list[Completion]:
         """Serves a source to its end; returns the completions of its initial requests.
@@ -577,8 +529,7 @@ class Engine:
         with self.open(source) as call:
             while call.step():
                 pass
-        logprobs = source.sampling.logprobs
-        return [completion_of(each, logprobs=logprobs) for each in source.requests]
+        return list(map(completion_of, source.requests))
 
     @contextlib.contextmanager
     def open(self, source: Source) -> Iterator[Call]:
@@ -588,12 +539,9 @@ class Engine:
         and add more through `source.incoming`. Requests that have not ended when the context closes
         stay as they are. Raises as `serve` does.
         """
-        requests, sampling = list(source.requests), source.sampling
-        check_stop(self.model, sampling)
-        for adapter in {each.adapter for each in requests}:
-            self.check_adapter(adapter)
-        make_matchers(self.model, requests)
-        done = keep_finished(lambda: finished(requests, sampling))
+        requests = list(source.requests)
+        self.prepare(requests)
+        done = keep_finished(lambda: finished(requests))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests)
             self._call = call = Call(self, source)
@@ -608,6 +556,22 @@ class Engine:
                 self._call = None  # its requests belong to the caller
             finally:
                 call.close()
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Checks that requests can run here, and makes the matchers of their grammars.
+
+        `serve` does it. Compiling a large grammar can take a second: a server calls this before, in
+        another thread than the engine's.
+
+        Raises:
+          ConfigError: there is no such adapter, there are stop strings but no tokenizer, or a
+            grammar is not supported.
+        """
+        for adapter in {each.adapter for each in requests}:
+            self.check_adapter(adapter)
+        for request in requests:
+            check_stop(self.model, request.sampling)
+        make_matchers(self.model, requests)
 
     def cancel(self, indices: Iterable[int]) -> None:
         """Cancels requests of the running call; call it from `on_tokens` or `Source.incoming`.
@@ -635,8 +599,12 @@ class Engine:
         all prompts together fit into `prefill_tokens`, none wait.
         """
         most = self.options.num_lanes * self.runner.max_tokens
-        together = self.options.prefill_tokens * self.runner.data_shards
-        return 1 if most > together else self.chunk
+        return 1 if most > self.prefill_tokens else self.chunk
+
+    @property
+    def prefill_tokens(self) -> int:
+        """The most prompt tokens between two chunks of steps, on all devices together."""
+        return self.options.prefill_tokens * self.runner.data_shards
 
     @property
     def adapters(self) -> tuple[str | None, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, UInt32
+from jaxtyping import Int
 
 from dms_jax.generation.checked_steps import CheckedSteps
 from dms_jax.generation.grammar import GrammarError, OpeningMatcher, masks_of
@@ -79,7 +79,6 @@ class InFlight:
     def launch_steps(
         self,
         running: Mapping[int, Request],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | None,
         num_steps: int,
         reserved: Int[np.ndarray, " B"],
@@ -89,7 +88,6 @@ class InFlight:
 
         Args:
           running: lane -> its request.
-          seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
           num_steps: number of steps, in programs of `steps_a_program`.
           reserved: number of steps for which each lane has pages.
@@ -98,7 +96,7 @@ class InFlight:
         Raises:
           NotNumbersError, GrammarError: a request with a grammar cannot go on.
         """
-        remaining, endless = self.remaining(running), self._endless(running)
+        remaining = self.remaining(running)
         going = {lane: each for lane, each in running.items() if remaining[lane]}
         bound = {lane: each for lane, each in going.items() if each.matcher is not None}
         if self.runner.host is not None and bound:  # KCache's values are written between steps
@@ -107,20 +105,16 @@ class InFlight:
             assert rule is not None, "answers that are given have no grammar"
             if self.checked is None:
                 self.checked = CheckedSteps(self.runner, self.end_tokens)
-            with self._recorded_on_error(self.checked, meanwhile):
-                program = self.runner.decode_checked(
-                    self.checked,
+            with self._recorded_on_error(meanwhile):
+                self.checked.run(
                     running,
                     self.last_tokens,
                     np.minimum(remaining, reserved),  # steps taken back may have added to it
-                    seeds,
                     rule,
                     num_steps=num_steps,
-                    endless=endless,
                     meanwhile=meanwhile,
                 )
-            self._add_checked(program)
-            self.last_tokens = self.checked.newest
+            self._take_checked()
             return
         self._settle()
         size = self.steps_a_program(num_steps)
@@ -130,11 +124,9 @@ class InFlight:
             program = self.runner.decode(
                 self.last_tokens,
                 remaining,
-                seeds,
                 rule or given_tokens(running, remaining, size),
                 num_steps=size,
                 end_tokens=self.end_tokens,
-                endless=endless,
             )
             self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
@@ -157,25 +149,24 @@ class InFlight:
           NotNumbersError, GrammarError: see `launch_steps`.
         """
         if self.checked is not None and self.checked.in_flight:
-            with self._recorded_on_error(self.checked, iter(())):
-                self.runner.settle(self.checked, self.last_tokens)
-            self._add_checked(self.runner.take_checked(self.checked))
-            self.last_tokens = self.checked.newest
+            with self._recorded_on_error(iter(())):
+                self.checked.settle(self.last_tokens)
+            self._take_checked()
 
-    def _add_checked(self, program: StepsInFlight | None) -> None:
-        if program is not None:
-            assert self.checked is not None
-            self.programs.append((program, dict(self.checked.requests)))
+    def _take_checked(self) -> None:
+        """Adds the steps that are checked to the programs in flight."""
+        assert self.checked is not None
+        if (steps := self.checked.take()) is not None:
+            self.programs.append((steps, dict(self.checked.requests)))
+        self.last_tokens = self.checked.newest
 
     @contextlib.contextmanager
-    def _recorded_on_error(
-        self, checked: CheckedSteps, meanwhile: Iterator[None]
-    ) -> Iterator[None]:
+    def _recorded_on_error(self, meanwhile: Iterator[None]) -> Iterator[None]:
         """A context that records the steps before a GrammarError."""
         try:
             yield
         except GrammarError:
-            self._add_checked(self.runner.take_checked(checked))
+            self._take_checked()
             collections.deque(meanwhile, maxlen=0)
             self.collect_prompts()  # raises if their logits are not numbers
             self.collect_steps()
@@ -185,11 +176,6 @@ class InFlight:
         """Waits for a running check, also after an error."""
         if self.checked is not None:
             self.checked.close()
-
-    def _endless(self, running: Mapping[int, Request]) -> Bool[np.ndarray, " B"]:
-        endless = np.zeros(self.runner.num_lanes, bool)
-        endless[[lane for lane, each in running.items() if each.sampling.ignore_eos]] = True
-        return endless
 
     def steps_a_program(self, num_steps: int) -> int:
         """Returns the steps of each program of a chunk."""
@@ -254,7 +240,6 @@ class InFlight:
         self,
         source_of: Mapping[int, int],
         running: Mapping[int, Request],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | None,
     ) -> None:
         """Draws first tokens; requests that have tokens continue from their last one.
@@ -262,7 +247,6 @@ class InFlight:
         Args:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
           running: lane -> its request.
-          seeds: see `programs.request_keys`.
           rule: sampling settings; None if answers are given.
         """
         if continued := [lane for lane in source_of if running[lane].generated]:
@@ -281,7 +265,7 @@ class InFlight:
             size = self.runner.model.config.vocab_size
             masks = masks_of(begun, self.runner.num_lanes, size)
             chosen = dataclasses.replace(chosen, allowed=masks)
-        self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, seeds, chosen)
+        self.last_tokens, drawn = self.runner.first_tokens(fresh, self.last_tokens, chosen)
         requests = [(lane, running[lane], running[source]) for lane, source in fresh.items()]
 
         def record() -> None:

@@ -220,10 +220,8 @@ def pool_pages(
     config = model.config
     rows = config.num_layers * config.num_kv_heads
     with use_mesh(model.mesh):
-        data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
-        shards = (sharding.axis_size(data) if data else 1) * (
-            sharding.axis_size(heads) if heads else 1
-        )
+        axes = sharding.row_axes(num_lanes, config.num_kv_heads)
+        shards = math.prod(map(sharding.axis_size, axes))
     layer_bytes = layer_page_bytes(config, policy, page_size, model.dtype, kv_dtype)
     bytes_per_page = math.ceil(layer_bytes.mean())  # every layer has its share of the pages
     state = num_lanes * state_bytes(config, policy, model.dtype)

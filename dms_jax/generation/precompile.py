@@ -57,7 +57,7 @@ def compile_first(
       end_tokens: token ids that end an answer.
       compiled: keys of earlier calls; the key of this one is added.
     """
-    if not requests or any(request.seen or request.before for request in requests):
+    if any(request.seen or request.before for request in requests):
         return
     num_lanes = runner.num_lanes
     # Equal prompts are prefilled once; chains mostly share one list object.
@@ -196,7 +196,7 @@ class _Calls:
 
     @property
     def _seeds(self) -> np.ndarray:
-        return np.zeros((self.runner.num_lanes, 2), np.uint32)
+        return self.runner.seeds
 
     def _table(self, entries: int, pages: int) -> np.ndarray:
         num_layers, _, num_kv_heads = self.runner.reservation.allocator.reserved.shape
@@ -224,7 +224,14 @@ class _Calls:
             settings = (policy, self._rule(num_steps), num_steps, end_tokens)
             return [(programs.decode, (*before, self._seeds, *settings))]
         control = np.zeros((3, len(lanes)), np.int32)
-        given = *self.runner.cached, table, self.runner.blank_undo, tokens, control, self._seeds
+        given = (
+            *self.runner.cached,
+            table,
+            self.runner.blank_undo,
+            tokens,
+            control,
+            self._seeds,
+        )
         return [(programs.step, (*given, policy, self._rule(1), end_tokens))]
 
     def update_table(self, pages: int) -> list[_Call]:
@@ -237,18 +244,31 @@ class _Calls:
     def redraws(self) -> list[_Call]:
         """Returns the programs that draw the tokens of a few lanes again, and of all."""
         runner, lanes = self.runner, self.runner.everywhere(self._lanes)
-        source = programs.Source(runner.hidden, lanes)
+        source = programs.DrawInputs(runner.hidden, lanes)
         outer, size = runner.model.transformer.without_layers(), runner.model.config.vocab_size
         calls: list[_Call] = []
         for count in sorted({min(checked_steps.FEW, len(lanes)), len(lanes)}):
             masks = grammar.masks_of({}, count, size)
-            given = source, lanes, np.zeros(count, np.int32), masks, self._seeds, self._rule(1)
+            given = (
+                source,
+                lanes,
+                np.zeros(count, np.int32),
+                masks,
+                self._seeds,
+                self._rule(1),
+            )
             calls.append((programs.redraw, (outer, *given)))
         return calls
 
     def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (self._seeds, lanes, self._rule(1, masked), fresh, self.runner.everywhere(lanes))
+        given = (
+            self._seeds,
+            lanes,
+            self._rule(1, masked),
+            fresh,
+            self.runner.everywhere(lanes),
+        )
         return programs.first_tokens, (
             self.runner.model.transformer.without_layers(),
             self.runner.hidden,

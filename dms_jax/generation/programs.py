@@ -11,7 +11,7 @@ each platform; `Packed` makes the results of a program one transfer to the host.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -342,15 +342,6 @@ class Steps:
     live: Any = None  # Int[C, B]
     reads: Any = None  # Int[C, B]
     lengths: Any = None  # Int[L, B, K]
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Steps]") -> "Steps":
-        """Concatenates consecutive steps, as NumPy arrays, into those of one chunk."""
-        if len(parts) == 1:
-            return parts[0]
-        each = [dataclasses.replace(part, lengths=None) for part in parts]
-        whole = jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
-        return dataclasses.replace(whole, lengths=parts[-1].lengths)
 
 
 @struct.dataclass
@@ -743,7 +734,7 @@ class Undo:
 
 
 @struct.dataclass
-class Source:
+class DrawInputs:
     """What the tokens of a step were drawn from."""
 
     hidden: Any  # [B, E]
@@ -771,7 +762,7 @@ def step(
     end_tokens: tuple[int, ...],
     *,
     block: int = 1,
-) -> tuple[Cache, Packed, Int[Array, " B"], Source, Undo | None, Tail | None]:
+) -> tuple[Cache, Packed, Int[Array, " B"], DrawInputs, Undo | None, Tail | None]:
     """Runs one decode step, whose tokens the host checks; see `checked_steps`.
 
     Args:
@@ -810,13 +801,13 @@ def step(
             undo = jax.lax.with_sharding_constraint(undo, Undo.of(specs))
         hidden, positions = (sharding.constrain(x, *[None] * x.ndim) for x in (hidden, positions))
     steps = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
-    return cache, steps, new, Source(hidden, positions), undo, tail
+    return cache, steps, new, DrawInputs(hidden, positions), undo, tail
 
 
 @Program
 def redraw(
     transformer: Transformer,
-    source: Source,
+    source: DrawInputs,
     tokens: Int[Array, " B"],
     lanes: Int[Array, " n"],
     masks: Int[Array, "n words"],

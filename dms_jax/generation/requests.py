@@ -182,21 +182,6 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """A part of a conversation that is in the cache.
-
-    Attributes:
-      tokens: token ids in order.
-      prompt: whether they are a prompt; otherwise they are an answer.
-      max_length: length that the conversation could reach in this turn.
-    """
-
-    tokens: list[int]
-    prompt: bool
-    max_length: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Past:
     """The part of a conversation that a request continues.
 
@@ -340,27 +325,23 @@ def scored_request(
     )
 
 
-def completion_of(request: Request, *, logprobs: bool) -> Completion:
+def completion_of(request: Request) -> Completion:
     """Returns the completion of a request that has ended."""
     assert request.usage is not None
     assert request.finish_reason is not None
     return Completion(
         text=request.text,
         tokens=request.generated,
-        logprobs=request.logprobs if logprobs else None,
+        logprobs=request.logprobs if request.sampling.logprobs else None,
         finish_reason=request.finish_reason,
         usage=request.usage,
         likeliest=request.likeliest or None,
     )
 
 
-def finished(requests: Sequence[Request], sampling: Sampling) -> dict[int, Completion]:
+def finished(requests: Sequence[Request]) -> dict[int, Completion]:
     """Returns the completions of the requests that have ended, by index."""
-    return {
-        request.index: completion_of(request, logprobs=sampling.logprobs)
-        for request in requests
-        if request.usage is not None
-    }
+    return {each.index: completion_of(each) for each in requests if each.usage is not None}
 
 
 class NotNumbersError(CheckpointError):
@@ -420,7 +401,6 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
 # A text with more characters than this per token that fits is refused before it is tokenized. Most
 # tokens have four, and no real text consists of the longest tokens alone.
 CHARACTERS_A_TOKEN = 32
-_ANSWER = "(the answer that stands here)"  # marks where a chat template puts an answer
 
 
 @runtime_checkable
@@ -509,7 +489,7 @@ def encode_prompt(
                 )
             text, special = prompt, not continuing
         else:
-            _check_messages(prompt, name)
+            check_messages(prompt, name)
             check_messages_length(prompt, most, name)
             text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
             special = False
@@ -559,30 +539,8 @@ def encode_prompts(model: LanguageModel, prompts: Sequence[Any] | np.ndarray) ->
     return [encoded[id(prompt)] for prompt in prompts]
 
 
-def text_after_answer(model: LanguageModel, past: Sequence[Any], messages: Sequence[Any]) -> str:
-    """Returns the text that the chat template puts between the last answer and the next one.
-
-    Args:
-      model: the model whose chat template applies.
-      past: messages of the earlier turns, without the last answer.
-      messages: the new messages.
-
-    Raises:
-      DataError: a message is malformed, or the template refuses the conversation.
-    """
-    _check_messages(messages, "The prompt")
-    text = model.tokenizer.apply_chat_template(
-        [*past, {"role": "assistant", "content": _ANSWER}, *messages], add_generation_prompt=True
-    )
-    if text.count(_ANSWER) != 1:
-        raise DataError(
-            "The chat template does not repeat an earlier answer as it was, so a conversation "
-            "cannot continue through it. Give the next turn as text."
-        )
-    return text.partition(_ANSWER)[2]
-
-
-def _check_messages(messages: Sequence[Any], name: str) -> None:
+def check_messages(messages: Sequence[Any], name: str = "The prompt") -> None:
+    """Raises DataError if a chat message is malformed."""
     try:
         read_messages(messages)
     except DataError as error:

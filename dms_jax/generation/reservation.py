@@ -95,10 +95,6 @@ class Reservation:
         self.collect_prompts()
         return self._lengths
 
-    @lengths.setter
-    def lengths(self, lengths: Int[np.ndarray, "L B K"]) -> None:
-        self._lengths: Int[np.ndarray, "L B K"] = lengths
-
     def lengths_of(self, lane: int) -> Int[np.ndarray, "L K"]:
         """Returns the slots in use per row of a lane; waits only for the lane's prompt."""
         if self._prompts is not None and self._prompts.counts[lane]:

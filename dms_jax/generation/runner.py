@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from dms_jax import sharding
 from dms_jax.cache import PageAllocator
@@ -34,7 +34,6 @@ from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
-from dms_jax.generation.checked_steps import Checked, CheckedSteps
 from dms_jax.generation.prefill import (
     SATURATING,
     PrefillBatch,
@@ -45,6 +44,7 @@ from dms_jax.generation.prefill import (
 )
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.programs import Packed, Steps
+from dms_jax.generation.requests import Request
 from dms_jax.generation.reservation import PromptsInFlight, Reservation
 from dms_jax.generation.sampling import Filter, Given
 from dms_jax.interrupts import Working
@@ -89,42 +89,54 @@ class Extended:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepsInFlight:
-    """Decode steps in flight: of one program, or of one for each step.
+    """Launched decode steps, which `Runner.collect` waits for.
 
     Attributes:
-      steps: their results in order, on the device (`programs.Steps`).
-      newest: Int[B] on the device, the newest token of each lane after it; None for checked steps.
       most: Int[B], the most tokens that each lane takes.
-      end_tokens: token ids that end an answer.
-      endless: Bool[B], lanes that ignore end tokens.
+      epochs: Int[B], those of `Reservation` when they were launched.
       tail: the values that the host must write, if it holds any.
-      table: the page table that it runs with; None unless the host holds values.
-      epochs: Int[B], those of `Reservation` when it was launched.
-      checked: the steps, if their tokens were checked against grammars.
+      table: the page table that they run with; None unless the host holds values.
+      newest: Int[B] on the device, the newest token of each lane after them, if nothing has
+        replaced one meanwhile; None if a check may have.
     """
 
-    steps: list[Packed]
-    newest: Any
     most: Int[np.ndarray, " B"]
-    end_tokens: tuple[int, ...]
-    endless: Bool[np.ndarray, " B"]
+    epochs: Int[np.ndarray, " B"]
     tail: Tail | None
     table: Int[np.ndarray, "L B K M"] | None
-    epochs: Int[np.ndarray, " B"]
-    checked: Checked | None = None
+    newest: Any = None
+
+    def read(self) -> tuple[Steps, Bool[np.ndarray, " B"]]:
+        """Waits for the steps; returns them, and the lanes whose answer is known to have ended."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk(StepsInFlight):
+    """Decode steps of one program.
+
+    Attributes:
+      results: the packed `programs.Steps`, on the device.
+      end_tokens: token ids that end an answer.
+      endless: Bool[B], lanes that ignore end tokens.
+    """
+
+    results: Packed
+    end_tokens: tuple[int, ...]
+    endless: Bool[np.ndarray, " B"]
+
+    def read(self) -> tuple[Steps, Bool[np.ndarray, " B"]]:
+        steps = self.results.read()
+        # A lane without steps was idle, perhaps after an end token, and may have been reused since.
+        ended = np.isin(steps.tokens[-1], self.end_tokens) & (self.most > 0)
+        return steps, ended & ~self.endless
 
 
 def sends_changes(size: int) -> bool:
     """Whether only changes of a page table of `size` cells are sent, not the whole table."""
     return size > 4 * CELLS
-
-
-def _joined(
-    remaining: Int[np.ndarray, " B"], endless: Bool[np.ndarray, " B"]
-) -> Int[np.ndarray, " B"]:
-    return (remaining + programs.ENDLESS * endless).astype(np.int32)
 
 
 def build_batch(
@@ -172,6 +184,8 @@ class Runner:
       slots: the adapters that requests choose from; None if the model has one or none.
       traced_policy: the policy with its numbers on the device, which programs take.
       seen: Int[B] on the host, the number of tokens that each lane has processed.
+      seeds: UInt32[B, 2] of the request in each lane; see `programs.request_keys`.
+      endless: Bool[B], lanes whose request ignores end tokens.
       num_shards: number of devices with separate pages.
       page_bytes: bytes of a page: keys, values and the policy's state per page.
       data_shards: number of groups of lanes, each with pages on separate devices.
@@ -204,12 +218,10 @@ class Runner:
         self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
         self._keeps_all = whole.at_least >= positions and model.config.window is None
-        self._shape = (num_lanes, num_pages)
         self.cache: Any = None
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
         self._blank_undo: programs.Undo | None = None
-        self._own_table: Int[np.ndarray, "L B K M"] | None = None  # of the last checked steps
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -221,15 +233,22 @@ class Runner:
                 f"{policy.name}: values in host memory are those of the last layers, and its "
                 "groups put a layer with values on the device behind one with values on the host."
             )
+        # Every layer has its share of the pages; those of values in host memory come last.
+        self._num_pages, self._on_host = num_pages, self._value_layers < config.num_layers
+        self._value_pages = num_pages * self._value_layers // config.num_layers
         with use_mesh(model.mesh):
             self._on_mesh = sharding.has_mesh()
-        if self._value_layers < config.num_layers and self._on_mesh:
+            data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
+            self.data_shards = sharding.axis_size(data)
+            self.num_shards = self.data_shards * sharding.axis_size(heads)
+            # If `data` does not divide the lanes, it could divide a subset, and would split it.
+            self.fixed_lanes = not data and sharding.axis_size(sharding.DATA) > 1
+        if self._on_host and self._on_mesh:
             raise ConfigError(
                 f"{policy.name}: values in host memory are supported on one device, not on a mesh; "
                 "give the policy values='device', or load the model without a mesh."
             )
         self.host: HostValues | None = None
-        self._set_shards()
         self.reservation = Reservation(
             policy,
             self._make_allocator(),
@@ -267,8 +286,6 @@ class Runner:
         self.release()  # first: memory may not hold two
         config = self.model.config
         num_pages = self.reservation.allocator.pages_per_shard * self.num_shards
-        value_pages = self._shape[1] * self._value_layers // config.num_layers
-        on_host = self._value_layers < config.num_layers
         with use_mesh(self.model.mesh):
             make = programs.make_cache(
                 self.model.mesh,
@@ -279,7 +296,7 @@ class Runner:
                 self.page_size,
                 self.model.dtype,
                 self._kv_dtype,
-                value_pages if on_host else None,
+                self._value_pages if self._on_host else None,
             )
             with fits_device(
                 f"The device has no room for a cache of {num_pages} pages "
@@ -287,10 +304,10 @@ class Runner:
             ):
                 # Otherwise only the first program would fail for lack of memory.
                 self.cache = jax.block_until_ready(make())
-        if on_host:
+        if self._on_host:
             self.host = HostValues(
-                first_page=value_pages,
-                num_pages=self._shape[1] - value_pages,
+                first_page=self._value_pages,
+                num_pages=self._num_pages - self._value_pages,
                 page_size=self.page_size,
                 head_dim=self.cache.k_pages.shape[-1],
                 dtype=self.cache.k_pages.dtype,
@@ -314,35 +331,24 @@ class Runner:
             self.host = None
         self.reservation.reset(self._make_allocator())
         self.prefixes.reset()
-        self.seen = np.zeros(self._shape[0], np.int64)
-        self._max_lengths = np.zeros(self._shape[0], np.int32)
-        self._adapter_of = list(self.slots.names[:1]) * self._shape[0] if self.slots else []
-
-    def _set_shards(self) -> None:
-        """Counts the devices with separate lanes and pages under the model's mesh."""
-        num_lanes, config = self._shape[0], self.model.config
-        with use_mesh(self.model.mesh):
-            data, heads = sharding.row_axes(num_lanes, config.num_kv_heads)
-            self.data_shards = sharding.axis_size(data) if data else 1
-            # If `data` does not divide the lanes, it could divide a subset, and would split it.
-            self.fixed_lanes = not data and sharding.axis_size(sharding.DATA) > 1
-            head_shards = sharding.axis_size(heads) if heads else 1
-        self.num_shards = self.data_shards * head_shards
+        self.seen = np.zeros(self.num_lanes, np.int64)
+        self.seeds = np.zeros((self.num_lanes, 2), np.uint32)
+        self.endless = np.zeros(self.num_lanes, bool)
+        self._max_lengths = np.zeros(self.num_lanes, np.int32)
+        self._adapter_of = list(self.slots.names[:1]) * self.num_lanes if self.slots else []
 
     def _make_allocator(self) -> PageAllocator:
         """Returns the pages of an empty cache."""
-        (num_lanes, num_pages), config = self._shape, self.model.config
-        on_host = self._value_layers < config.num_layers
-        value_pages = num_pages * self._value_layers // config.num_layers
+        config = self.model.config
         return PageAllocator(
             num_layers=config.num_layers,
-            num_sequences=num_lanes,
+            num_sequences=self.num_lanes,
             num_kv_heads=config.num_kv_heads,
-            pages_per_shard=num_pages // self.num_shards,
+            pages_per_shard=self._num_pages // self.num_shards,
             page_size=self.page_size,
             sequence_shards=self.data_shards,
             head_shards=self.num_shards // self.data_shards,
-            first=(self._value_layers, value_pages) if on_host else (0, 0),
+            first=(self._value_layers, self._value_pages) if self._on_host else (0, 0),
         )
 
     def clear(self, lanes: list[int]) -> None:
@@ -355,6 +361,20 @@ class Runner:
             self.cache = programs.clear(
                 self.cache, mask, self.model.config, self.traced_policy, self.model.dtype
             )
+
+    def assign(self, requests: Mapping[int, Request]) -> None:
+        """Sets what programs need to know of the requests that get lanes.
+
+        Args:
+          requests: lane -> its request.
+        """
+        lanes, given = list(requests), requests.values()
+        # Copies: programs in flight may use the old arrays.
+        self.seeds, self.endless = self.seeds.copy(), self.endless.copy()
+        self.seeds[lanes] = [(each.seed, each.copy) for each in given]
+        self.endless[lanes] = [each.sampling.ignore_eos for each in given]
+        self.set_max_lengths({lane: each.max_length for lane, each in requests.items()})
+        self.set_adapters({lane: each.adapter for lane, each in requests.items()})
 
     def set_max_lengths(self, tokens: dict[int, int]) -> None:
         """Sets the maximum length of lanes, from which a compression ratio's budget follows."""
@@ -411,10 +431,6 @@ class Runner:
         return PromptShapes(one_pass=shapes(True), one_by_one=shapes(False))
 
     # -- running ----------------------------------------------------------------------------------
-
-    @property
-    def _no_lanes(self) -> Bool[np.ndarray, " B"]:
-        return np.zeros(self.num_lanes, bool)
 
     @property
     def blank_undo(self) -> programs.Undo | None:
@@ -481,86 +497,42 @@ class Runner:
         self,
         tokens: Int[np.ndarray | jax.Array, " B"],
         remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | Given,
         *,
         num_steps: int,
         end_tokens: tuple[int, ...],
-        endless: Bool[np.ndarray, " B"] | None = None,
-    ) -> StepsInFlight:
+    ) -> Chunk:
         """Launches C decode steps in one program (pages must be reserved); see `collect`.
 
         Args:
           tokens: each lane's newest token (int32), not cached yet. A lane is idle if that is an end
             token.
           remaining: number of tokens that each lane may still generate; 0 for an idle lane.
-          seeds: see `programs.request_keys`.
           rule: sampling settings, or the tokens to look up instead of drawing.
           num_steps: number of steps (C).
           end_tokens: token ids that end an answer.
-          endless: lanes that ignore end tokens; None for no lane.
         """
-        cached, endless = self.cached, self._no_lanes if endless is None else endless
-        table, own_table = self._table_of_steps(remaining > 0)
-        given = table, self.everywhere(tokens), _joined(remaining, endless), seeds
+        table, own_table = self.table_of_steps(remaining > 0)
+        left = (remaining + programs.ENDLESS * self.endless).astype(np.int32)
+        given = table, self.everywhere(tokens), left, self.seeds
         with use_mesh(self.model.mesh):
             self.cache, steps, newest, tail = programs.decode(
-                *cached, *given, self.traced_policy, rule, num_steps, end_tokens
+                *self.cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         most = np.minimum(remaining, num_steps).astype(np.int64)
-        return self._launched([steps], newest, most, end_tokens, endless, tail, own_table)
-
-    def decode_checked(
-        self,
-        checked: CheckedSteps,
-        running: Mapping[int, Any],
-        tokens: Int[np.ndarray | Array, " B"],
-        remaining: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
-        rule: Filter,
-        *,
-        num_steps: int,
-        endless: Bool[np.ndarray, " B"],
-        meanwhile: Iterator[None],
-    ) -> StepsInFlight | None:
-        """Launches up to C decode steps; returns those that are checked, also earlier ones.
-
-        Args:
-          checked: the steps of this call.
-          running: lane -> its request.
-          tokens, remaining, seeds, rule, num_steps, endless: as in `decode`.
-          meanwhile: work of the host, in short parts, to do while it waits for tokens.
-
-        Raises:
-          GrammarError: see `CheckedSteps.run`.
-        """
-        table, self._own_table = self._table_of_steps(remaining > 0)
-        given = running, tokens, remaining, seeds, rule
-        checked.run(*given, endless=endless, table=table, num_steps=num_steps, meanwhile=meanwhile)
-        return self.take_checked(checked)
-
-    def settle(self, checked: CheckedSteps, tokens: Int[np.ndarray | Array, " B"]) -> None:
-        """Waits for all of some checked steps; see `CheckedSteps.settle`."""
-        checked.settle(tokens, self._table)
-
-    def take_checked(self, checked: CheckedSteps) -> StepsInFlight | None:
-        """Returns the steps that are checked and were not returned yet; None without any."""
-        steps = checked.take()
-        if steps is None:
-            return None
-        return StepsInFlight(
-            steps.steps,
-            newest=None,
-            most=steps.most,
-            end_tokens=checked.end_tokens,
-            endless=checked.endless,
-            tail=steps.tail,
-            table=self._own_table,
+        self.reservation.add_steps(most)
+        return Chunk(
+            most=most,
             epochs=self.reservation.epochs,
-            checked=steps,
+            tail=tail,
+            table=own_table,
+            newest=newest,
+            results=steps,
+            end_tokens=end_tokens,
+            endless=self.endless,
         )
 
-    def _table_of_steps(
+    def table_of_steps(
         self, stepping: Bool[np.ndarray, " B"]
     ) -> tuple[jax.Array, Int[np.ndarray, "L B K M"] | None]:
         """Returns the page table of steps on the device, and on the host if values are there.
@@ -590,41 +562,12 @@ class Runner:
         """Returns cells for `programs.update_table` that change nothing."""
         return np.full((3, CELLS), math.prod(shape[:-1]), np.int32)
 
-    def _launched(
-        self,
-        steps: list[Packed],
-        newest: Array,
-        most: Int[np.ndarray, " B"],
-        end_tokens: tuple[int, ...],
-        endless: Bool[np.ndarray, " B"],
-        tail: Tail | None,
-        table: Int[np.ndarray, "L B K M"] | None,
-    ) -> StepsInFlight:
-        """Records launched steps; returns them as `StepsInFlight`."""
-        self.reservation.add_steps(most)
-        epochs = self.reservation.epochs
-        return StepsInFlight(steps, newest, most, end_tokens, endless, tail, table, epochs)
-
-    def send(self, tree: Any) -> Any:
-        """Puts host arrays on the device for several programs; not on a mesh, see `everywhere`."""
-        if self.model.mesh is not None:
-            return tree
-        return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, tree)
-
     def collect(self, program: StepsInFlight) -> Steps:
         """Waits for the oldest program in flight; returns its steps without released lanes."""
-        parts = [each.read() for each in program.steps]
-        checked = program.checked
-        steps = Steps.joined(parts) if checked is None else checked.corrected(parts)
+        steps, ended = program.read()
         current = program.epochs == self.reservation.epochs
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
-        # A lane without steps was idle, perhaps after an end token, and may have been reused since.
-        if checked is not None:
-            ended = checked.ended
-        else:
-            ended = np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)
-            ended &= ~program.endless
         self.reservation.collect_steps(
             steps.lengths, ran=counts > 0, most=program.most, ended=ended, current=current
         )
@@ -687,7 +630,6 @@ class Runner:
         self,
         source_of: Mapping[int, int],
         tokens: Int[np.ndarray | jax.Array, " B"],
-        seeds: UInt32[np.ndarray, "B 2"],
         rule: Filter | Given,
     ) -> tuple[Array, Steps]:
         """Draws the token after a prompt for some lanes; see `programs.first_tokens`.
@@ -695,7 +637,6 @@ class Runner:
         Args:
           source_of: lane -> the lane that prefilled its prompt, itself or another one.
           tokens: the newest token of every lane; other lanes keep it.
-          seeds: see `programs.request_keys`.
           rule: as in `decode`.
         """
         lanes, sources = list(source_of), np.arange(len(tokens), dtype=np.int32)
@@ -707,7 +648,7 @@ class Runner:
                 self.model.transformer.without_layers(),
                 self.hidden,
                 sources,
-                seeds,
+                self.seeds,
                 self.seen[sources].astype(np.int32),
                 rule,
                 fresh,

@@ -23,16 +23,15 @@ eviction holds the answer too.
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from dms_jax.errors import CapacityError
+from dms_jax.generation.notifier import Notifier
 from dms_jax.generation.prefill import Prefill, PrefillQueue, prompt_key, tokens_in_one_pass
-from dms_jax.generation.requests import OnTokens, Request, State, Update, record_usage
+from dms_jax.generation.requests import Request, State
 from dms_jax.generation.runner import Runner
-from dms_jax.generation.text import TextTracker
 
 # Requests to consider per free lane: some wait for prefixes that others prefill.
 LOOKED_AT = 4
@@ -255,7 +254,6 @@ class Scheduler:
     Attributes:
       waiting: requests without a lane, in order of admission.
       running: lane -> its request, oldest first.
-      seeds: UInt32[B, 2], see `programs.request_keys`.
       cancelled: indices of requests to end early; callbacks may add some.
       held_back: whether lanes were left free for requests whose prefixes are in prefill.
     """
@@ -264,7 +262,7 @@ class Scheduler:
         self,
         admission: Admission,
         prefill: PrefillQueue,
-        notifier: "Notifier",
+        notifier: Notifier,
         requests: Sequence[Request],
         *,
         keep: bool,
@@ -275,7 +273,6 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.cancelled: set[int] = set()
         self.held_back = False
-        self.seeds = np.zeros((self.runner.num_lanes, 2), np.uint32)
         self._bases = {each.base for each in requests if each.base is not None}
         self._uncopied: dict[int, np.ndarray] = {}  # lane -> slots of a prompt; see `fork`
         self._left: dict[int, Request] = {}  # index -> a waiting request that has left a lane
@@ -376,17 +373,14 @@ class Scheduler:
         return self.admission.rest(request, item.done, item.left)
 
     def _start(self, started: Mapping[int, Request]) -> None:
-        """Sets seeds, lengths and adapters of newly admitted lanes, and copies their bases."""
+        """Assigns lanes to newly admitted requests, and copies their bases."""
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         for lane, request in started.items():
             if (item := self.prefill.items[lane]).source == lane:
                 item.stops = self.runner.prefixes.stops(request, item.done)
                 if request.base is not None:
                     continued[lane] = request.base
-        self.seeds = self.seeds.copy()  # a program in flight may use the old
-        self.seeds[list(started)] = [(each.seed, each.copy) for each in started.values()]
-        self.runner.set_max_lengths({lane: each.max_length for lane, each in started.items()})
-        self.runner.set_adapters({lane: each.adapter for lane, each in started.items()})
+        self.runner.assign(started)
         if continued:
             self.runner.fork(continued)
 
@@ -500,7 +494,7 @@ class Scheduler:
                     slots = self.runner.reservation.lengths_of(lane)
                 usage = dict(cached=int(self.runner.seen[lane]), live=int(slots.sum()))
                 usage |= self.runner.reservation.bytes_of(slots)
-                self.notifier.add_usage(request, usage)
+                self.notifier.add_end(request, usage)
         for lane in ended:
             del self.running[lane]
         self.prefill.drop_departed(self.running)
@@ -556,7 +550,7 @@ class Scheduler:
                 held = dict(cache_bytes=0, host_bytes=0)  # never started
                 if request.slots is not None:
                     held = self.runner.reservation.bytes_of(request.slots)
-                record_usage(request, cached=0, live=0, **held)
+                self.notifier.add_end(request, dict(cached=0, live=0) | held)
         if any(each.state is State.DONE for each in changed):
             waiting = list(self.waiting)
             self.waiting.clear()
@@ -575,89 +569,3 @@ class Scheduler:
 
 def _priority(request: Request) -> int:
     return request.priority
-
-
-@dataclasses.dataclass
-class _Pending:
-    """An update that is not sent yet.
-
-    Attributes:
-      request: the request.
-      tokens: token ids since the last update.
-      finished: whether the request has ended.
-      text: text since the last update; None until it is decoded.
-    """
-
-    request: Request
-    tokens: list[int]
-    finished: bool
-    text: str | None
-
-
-@dataclasses.dataclass
-class Notifier:
-    """Decides which requests have ended, decodes texts, records usage, and calls back.
-
-    A request that ends frees its lane at once (`Scheduler.finish`). Notifying takes longer, and can
-    wait until the device is busy with the next programs.
-
-    Attributes:
-      tracker: decodes the texts.
-      on_tokens: called with every update.
-      on_notified: called after the updates of a chunk.
-    """
-
-    tracker: TextTracker
-    on_tokens: OnTokens | None = None
-    on_notified: Callable[[], None] | None = None
-    _ended: list[tuple[Request, dict[str, Any]]] = dataclasses.field(default_factory=list)
-    _pending: list[_Pending] = dataclasses.field(default_factory=list)
-
-    def settle(self, request: Request) -> None:
-        """Sets the finish reason of a request whose new tokens end it, and queues its update."""
-        text = None
-        if self.on_tokens is None or request.sampling.stop_strings:  # text may end it
-            text = self.tracker.update(request)
-        else:
-            self.tracker.end(request)
-        if self.on_tokens is not None:
-            tokens = request.generated[request.reported_tokens :]
-            self._pending.append(_Pending(request, tokens, request.finish_reason is not None, text))
-        request.reported_tokens = len(request.generated)
-
-    def add_usage(self, request: Request, usage: dict[str, Any]) -> None:
-        """Queues the usage of a request that has ended; see `record_usage`."""
-        self._ended.append((request, usage))
-
-    def notify(self) -> None:
-        """Records usage, decodes texts, and calls back; a callback that raises stops it."""
-        collections.deque(self.notify_by_parts(), maxlen=0)
-
-    def notify_by_parts(self) -> Iterator[None]:
-        """Like `notify`, one request at a time; closing the generator leaves the rest queued."""
-        while self._ended:
-            request, usage = self._ended[-1]
-            record_usage(request, **usage)
-            self._ended.pop()  # not earlier: an interrupt would lose the completion
-            yield
-        # Nothing is removed until all texts are decoded: after an interrupt the next call goes on.
-        for each in self._pending:
-            if each.text is None:
-                each.text = self.tracker.update(each.request)
-                yield
-        if self.tracker.unfinished:
-            self.tracker.finish()
-        if self.on_tokens is None or not self._pending:
-            return
-        pending, self._pending = collections.deque(self._pending), []
-        try:
-            while pending:
-                yield  # not after the last one, which `on_notified` must follow
-                each = pending.popleft()
-                assert each.text is not None
-                self.on_tokens(Update(each.request.index, each.tokens, each.text, each.finished))
-        except GeneratorExit:
-            self._pending[:0] = pending
-            raise
-        if self.on_notified is not None:
-            self.on_notified()

@@ -101,24 +101,11 @@ class TextTracker:
     Args:
       tokenizer: the model's tokenizer; None if it has none, and then there is no text.
       end_tokens: token ids that end a request.
-      streaming: whether text is needed as it arrives. If not, each request without stop strings is
-        decoded once, by `finish`.
-
-    Attributes:
-      unfinished: requests that ended and have no text yet; see `finish`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        end_tokens: tuple[int, ...],
-        *,
-        streaming: bool = True,
-    ):
+    def __init__(self, tokenizer: Any, end_tokens: tuple[int, ...]):
         self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
-        self._streaming = streaming
         self._streams: dict[int, _Stream] = {}
-        self.unfinished: list[Request] = []
         self._open: dict[int, bool] = {}
         self._texts: dict[int, str] = {}
 
@@ -137,11 +124,9 @@ class TextTracker:
         Tokens after the one that completes a stop string are removed from the request.
         """
         self.end(request)
-        stop = request.sampling.stop_strings
-        if self._tokenizer is None or not (self._streaming or stop):
-            if self._tokenizer is not None and request.finish_reason is not None:
-                self.unfinished.append(request)
+        if self._tokenizer is None:
             return ""
+        stop = request.sampling.stop_strings
         stream = self._streams.get(request.index)
         if stream is None:  # a request with text continues an earlier call
             stream = self.begin(request.prompt, stop)
@@ -149,8 +134,7 @@ class TextTracker:
             earlier.add(request.text)
             stream.shown = len(request.text) - earlier.held
             self._streams[request.index] = stream
-        # An end token is not text, whether or not the tokenizer calls it special.
-        tokens = request.generated[:-1] if request.finish_reason == "end" else request.generated
+        tokens = _without_end(request)
         final = request.finish_reason is not None
         found = self._find_stop(stream, tokens, final=final) if stop else None
         if found is not None:
@@ -171,14 +155,11 @@ class TextTracker:
             del self._streams[request.index]
         return shown
 
-    def finish(self) -> None:
-        """Decodes the texts of `unfinished`; after an interrupt the next call goes on."""
-        while self.unfinished:
-            request = self.unfinished[-1]
-            tokens = request.generated
-            tokens = tokens[:-1] if request.finish_reason == "end" else tokens
+    def decode(self, request: Request) -> None:
+        """Sets the text of a request that has ended, whose tokens `update` has not processed."""
+        if self._tokenizer is not None:
+            tokens = _without_end(request)
             request.text = self._text(self.begin(request.prompt), tokens, len(tokens))
-            self.unfinished.pop()
 
     def begin(self, prompt: list[int], stops: tuple[str, ...] = ()) -> _Stream:
         """Returns the state before the first token after a prompt."""
@@ -306,6 +287,11 @@ class TextTracker:
                 return end, (stream.text + known)[: len(stream.text) + position]
             self._commit(stream, tokens, end)  # so that the next window is short
         return None
+
+
+def _without_end(request: Request) -> list[int]:
+    """Returns the tokens of a text: an end token is none, even if the tokenizer calls it text."""
+    return request.generated[:-1] if request.finish_reason == "end" else request.generated
 
 
 class TextOffsets:

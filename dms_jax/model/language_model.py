@@ -366,8 +366,8 @@ def temporary_cache(
         dtype=dtype,
     )
     # Page numbers are local to a shard of the mesh, which counts its rows' pages from 0.
-    data, heads = sharding.row_axes(batch, config.num_kv_heads)
-    data_shards, head_shards = (sharding.axis_size(axis) if axis else 1 for axis in (data, heads))
+    axes = sharding.row_axes(batch, config.num_kv_heads)
+    data_shards, head_shards = map(sharding.axis_size, axes)
     rows = (config.num_layers, batch // data_shards, config.num_kv_heads // head_shards, width)
     pages = jnp.arange(math.prod(rows), dtype=jnp.int32).reshape(rows)
     return dataclasses.replace(

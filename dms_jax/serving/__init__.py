@@ -51,7 +51,7 @@ Each API is one file that translates requests and responses. Shared code lies be
     refusals.py        RefusalError
 
 `dms_jax.generation` separates thoughts, content and calls in the text of an answer, for the
-commands too: `answers`, `call_readers` and `call_formats`.
+commands too: `answers`, `answer_readers` and `call_formats`.
 
 `Service` serves from Python too. The rest needs the extra `serve`.
 """

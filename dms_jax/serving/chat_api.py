@@ -8,8 +8,8 @@ from typing import Any
 
 from dms_jax.checks import Count, show
 from dms_jax.generation import Completion
+from dms_jax.generation.answer_readers import Arguments, CallStart, Text, Tool
 from dms_jax.generation.answers import Call
-from dms_jax.generation.call_readers import Arguments, CallStart, Text, Tool
 from dms_jax.serving.chats import (
     Chat,
     call_of,

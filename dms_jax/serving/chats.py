@@ -12,7 +12,8 @@ from typing import Any
 from dms_jax.checkpoint.messages import text_of
 from dms_jax.checks import check, show
 from dms_jax.errors import DataError
-from dms_jax.generation.answers import AnswerForm, answer_form
+from dms_jax.generation.answer_readers import AnswerForm
+from dms_jax.generation.answers import answer_form
 from dms_jax.generation.requests import (
     Encoder,
     check_characters,

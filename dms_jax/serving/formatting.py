@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from dms_jax.generation import Completion
-from dms_jax.generation.answers import Answer, AnswerReader
+from dms_jax.generation.answer_readers import AnswerReader, Piece
+from dms_jax.generation.answers import Answer, make_reader
 from dms_jax.generation.api import total_usage
-from dms_jax.generation.call_readers import Piece
 from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.requests import GenerationRequest
 from dms_jax.serving.rpc import ServedModel
@@ -68,7 +68,7 @@ class Formatter:
     def read(self, delta: Delta) -> list[Piece]:
         """Returns the pieces that a delta adds to an answer."""
         if delta.choice not in self._readers:
-            self._readers[delta.choice] = AnswerReader(self.request.form)
+            self._readers[delta.choice] = make_reader(self.request.form)
         reader = self._readers[delta.choice]
         pieces = reader.read(delta.text) if delta.text else []
         return pieces if delta.completion is None else pieces + reader.end()

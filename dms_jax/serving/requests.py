@@ -15,7 +15,7 @@ from typing import Any
 from dms_jax.checks import show
 from dms_jax.errors import ConfigError, TooLongError
 from dms_jax.generation import Sampling
-from dms_jax.generation.answers import PLAIN, AnswerForm
+from dms_jax.generation.answer_readers import PLAIN, AnswerForm
 from dms_jax.generation.call_formats import FORMATS, literal
 from dms_jax.generation.grammar import Grammar, Opening, json_rule, regex_rule
 from dms_jax.generation.requests import encode_prompt

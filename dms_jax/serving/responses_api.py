@@ -21,7 +21,7 @@ from typing import Any
 
 from dms_jax.checks import Count, show
 from dms_jax.generation import Completion
-from dms_jax.generation.call_readers import Arguments, CallStart, Piece, Text, Tool
+from dms_jax.generation.answer_readers import Arguments, CallStart, Piece, Text, Tool
 from dms_jax.serving.chat_api import effort_variables
 from dms_jax.serving.chats import (
     Chat,

@@ -29,12 +29,11 @@ from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions
 from dms_jax.generation.adapters import GivenAdapter
 from dms_jax.generation.adapters import read as read_adapters
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import GrammarError, make_matchers
+from dms_jax.generation.grammar import GrammarError
 from dms_jax.generation.prefixes import PrefixCounts
 from dms_jax.generation.requests import (
     NotNumbersError,
     Request,
-    check_stop,
     completion_of,
     make_requests,
 )
@@ -242,8 +241,6 @@ class Service:
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
-        self.engine.check_adapter(adapter)
-        check_stop(self.engine.model, sampling)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
         if len(prompts) > self.max_requests:
@@ -254,9 +251,9 @@ class Service:
         adapters = [adapter] * len(prompts)
         config = self.engine.model.config
         requests = make_requests(config, prompts, sampling, adapters=adapters, priority=priority)
+        self.engine.prepare(requests)
         for request in requests:
             self._check_fits(request)
-        make_matchers(self.engine.model, requests)
         with self._changed:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
@@ -409,8 +406,6 @@ class Service:
     def _serve(self) -> None:
         """Runs one engine call, until the service is drained or a chunk fails."""
         source = Source(
-            [],
-            Sampling(),
             incoming=self._poll,
             on_tokens=self._notify,
             on_notified=lambda: notify(self.after_chunk),
@@ -475,14 +470,14 @@ class Service:
     def _notify(self, update: Update) -> None:
         """Notifies the listener of a request of its new tokens."""
         job = self._jobs[update.index]
-        request, logprobs = job.request, job.request.sampling.logprobs
+        request = job.request
         first = len(request.generated) - len(update.tokens)
         delta = Delta(
             choice=job.choice,
             text=update.text,
             tokens=update.tokens,
-            logprobs=request.logprobs[first:] if logprobs else [],
-            completion=completion_of(request, logprobs=logprobs) if update.finished else None,
+            logprobs=request.logprobs[first:] if request.sampling.logprobs else [],
+            completion=completion_of(request) if update.finished else None,
         )
         if update.finished:
             del self._jobs[update.index]

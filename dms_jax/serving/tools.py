@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dms_jax.checks import show
-from dms_jax.generation.call_readers import Tool
+from dms_jax.generation.answer_readers import Tool
 from dms_jax.serving.refusals import RefusalError
 
 MOST_TOOLS = 512

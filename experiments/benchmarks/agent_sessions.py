@@ -238,9 +238,7 @@ def run_sessions(
 
         requests = make_requests(model.config, list(map(list, prompts.now)), sampling)
         come = iter([requests])
-        engine.serve(
-            Source([], sampling, incoming=lambda _, come=come: next(come, None), on_tokens=note)
-        )
+        engine.serve(Source(incoming=lambda _, come=come: next(come, None), on_tokens=note))
         cached = sum(each.usage.cached_tokens for each in requests if each.usage)
         turns.append(figures_of(prompts.now, list(begun.values()), cached))
         answers.append([each.generated for each in requests])

@@ -214,7 +214,7 @@ def filled_runner(
     lanes, pages = lengths.shape[1], int(spare * len(each) * each.max())
     options: dict[str, Any] = dict(page_size=PAGE_SIZE, kv_dtype=kv_dtype)
     runner = Runner(model, policy, num_lanes=lanes, num_pages=pages, **options)
-    runner.reservation.lengths = lengths.copy()
+    runner.reservation.lengths[:] = lengths
     runner.reservation.reserve(np.full(lanes, steps))
     cache = runner.cache
     places = jax.tree.map(lambda x: x.sharding, cache)
@@ -384,18 +384,11 @@ def time_runner(runner: Runner, chunk: int, repeats: int) -> tuple[float, float,
     lanes = runner.num_lanes
     tokens = np.arange(lanes, dtype=np.int32)
     remaining = np.full(lanes, 10**6, np.int32)
-    seeds = np.zeros((lanes, 2), np.uint32)
     reads = []
 
     def run() -> np.ndarray:
-        launched = runner.decode(
-            tokens,
-            remaining,
-            seeds,
-            Sampling(temperature=0).filter,
-            num_steps=chunk,
-            end_tokens=(),
-        )
+        rule = Sampling(temperature=0).filter
+        launched = runner.decode(tokens, remaining, rule, num_steps=chunk, end_tokens=())
         steps = runner.collect(launched)
         tokens[:] = steps.tokens[-1]
         reads.append(steps.reads.sum(1).mean())

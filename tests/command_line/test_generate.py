@@ -15,7 +15,7 @@ from dms_jax.command_line import chat, generate, serve
 from dms_jax.command_line.options import on_checkpoint, read_policy
 from dms_jax.command_line.running import run
 from dms_jax.generation import Update
-from dms_jax.generation.answers import PLAIN
+from dms_jax.generation.answer_readers import PLAIN
 from tests.support.forced_answers import ANSWERS, SAID, THOUGHT, saying, thinking_model
 
 QUICK = ["--max-new-tokens", "12", "--temperature", "0", "--page-size", "16", "--chunk", "8"]

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from dms_jax.command_line.writing import AnswerWriter
-from dms_jax.generation.answers import PLAIN, AnswerForm
+from dms_jax.generation.answer_readers import PLAIN, AnswerForm
 from tests.support.forced_answers import ANSWERS, SAID, THOUGHT
 
 FORMS = {

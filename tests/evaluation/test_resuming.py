@@ -43,18 +43,6 @@ def same(left, right):
             assert str(one) == str(other), field.name
 
 
-def test_answers_are_written_while_the_device_runs(tmp_path, monkeypatch):
-    late, serve = [], Engine.serve
-
-    def served(self, source):
-        late.append(source.late)
-        return serve(self, source)
-
-    monkeypatch.setattr(Engine, "serve", served)
-    run(out=tmp_path, problems=1)
-    assert late == [True]
-
-
 def test_all_problems_share_one_queue(queues, whole):
     same(run(), whole)
     assert queues == [8]

@@ -14,7 +14,7 @@ from dms_jax.generation.requests import Request, State
 from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.scheduler import Scheduler
-from tests.generation.support import GREEDY, answer
+from tests.generation.support import answer
 
 # An open stream; closed lists without a listener, and with a prompt or a late one.
 MODES = ("open", "list", "heard", "late")
@@ -52,6 +52,7 @@ def serve_at_random(
 ) -> Events:
     """Serves requests in one of the `MODES` and cancels some; with `fails` a program may fail."""
     events, told = Events(), {each.index: list[Update]() for each in requests}
+    ended = list[int]()  # as they were told
     known, share = {each.index: each for each in requests}, choose.choice((0, 0, 0.05, 0.2))
     here = set[int]() if mode == "open" else set(known)
     to_fail = fails and choose.random() < 0.4
@@ -72,6 +73,11 @@ def serve_at_random(
         generated = known[update.index].generated
         assert generated[len(generated) - len(update.tokens) :] == update.tokens
         told[update.index].append(update)
+        perhaps_cancel()
+
+    def end(request: Request) -> None:
+        assert request.usage is not None
+        ended.append(request.index)
         perhaps_cancel()
 
     def incoming(pending: list[Request]) -> Callable[[bool], list[Request] | None]:
@@ -124,11 +130,9 @@ def serve_at_random(
         while left := [each for each in requests if each.finish_reason is None]:
             source = Source(
                 [] if mode == "open" else left,
-                GREEDY if mode == "open" else left[0].sampling,
                 incoming=incoming(left) if mode == "open" else None,
-                on_tokens=None if mode == "list" else hear,
-                streaming=mode != "late",
-                late=mode == "late",
+                on_tokens=hear if mode in ("open", "heard") else None,
+                on_end=end if mode == "late" else None,
             )
             try:
                 engine.serve(source)
@@ -137,11 +141,11 @@ def serve_at_random(
                 events.unread.clear()  # the engine has forgotten the pending cancellations
             else:
                 assert all(each.finish_reason is not None for each in requests)
-    for index, updates in told.items() if mode != "list" else ():
+    assert sorted(ended) == (sorted(known) if mode == "late" else [])
+    for index, updates in told.items() if mode in ("open", "heard") else ():
         assert [token for each in updates for token in each.tokens] == known[index].generated
         assert [each.finished for each in updates] == [False] * (len(updates) - 1) + [True]
-        if mode != "late":
-            assert "".join(each.text for each in updates) == known[index].text
+        assert "".join(each.text for each in updates) == known[index].text
     assert not engine.runner.reservation.steps_in_flight.any()
     return events
 

@@ -143,7 +143,7 @@ def requests_of(
 def serve_arrivals(engine: Engine, looks: Sequence[list[Request]], on_tokens=None) -> None:
     """Serves requests that arrive at the first polls."""
     left = iter(looks)
-    engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=lambda wait: next(left, None)))
+    engine.serve(Source(on_tokens=on_tokens, incoming=lambda wait: next(left, None)))
 
 
 @contextlib.contextmanager

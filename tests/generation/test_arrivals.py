@@ -47,7 +47,7 @@ def test_requests_join_running_call():
         if update.finished:
             ended.append(update.index)
 
-    assert engine.serve(Source([], GREEDY, on_tokens=on_tokens, incoming=incoming)) == []
+    assert engine.serve(Source(on_tokens=on_tokens, incoming=incoming)) == []
     assert sorted(ended) == [0, 1, 2]
     check(requests)
     assert waited[:2] == [True, False]  # nothing else to do before the first one
@@ -64,7 +64,7 @@ def test_requests_are_polled_between_chunks():
         looked.append(wait)
         return [coming.pop()] if coming else None if wait else []
 
-    engine.serve(Source([], GREEDY, incoming=incoming))
+    engine.serve(Source(incoming=incoming))
     assert looked == [True, False, False, True]
 
 
@@ -88,7 +88,7 @@ def test_prefill_continues_in_turn_of_preemption(monkeypatch):
 
     monkeypatch.setattr(engine.runner, "extend", counted)
     with squeezed(engine, 234):
-        engine.serve(Source([], GREEDY, on_tokens=lambda update: None, incoming=incoming))
+        engine.serve(Source(on_tokens=lambda update: None, incoming=incoming))
     check(requests, "evicts")
     # One prefill program per poll until the older one is complete; its last two in one turn.
     assert looks == list(range(5))

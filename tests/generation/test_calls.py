@@ -140,12 +140,12 @@ def test_abandoned_call_leaves_nothing_behind(turns):
     """No steps in flight, lanes or pages remain: the next call runs as on a new engine."""
     engine, given = host_engine(), prompts((5, 9, 13))
     requests = make_requests(engine.model.config, given, GREEDY)
-    with engine.open(Source(requests, GREEDY)) as call:
+    with engine.open(Source(requests)) as call:
         for _ in range(turns):
             assert call.step()
     assert any(each.usage is None for each in requests)
     check(engine.generate(given, sampling=SHORT), given)
-    with pytest.raises(Enough), engine.open(Source(requests[:1], GREEDY)):
+    with pytest.raises(Enough), engine.open(Source(requests[:1])):
         raise Enough
     check(engine.generate(given, sampling=SHORT), given)
 

@@ -83,7 +83,7 @@ def cancelled_while_it_is_read(engine, prompts, *indices, listens=True):
         return None
 
     told = []
-    engine.serve(Source([], GREEDY, on_tokens=told.append if listens else None, incoming=incoming))
+    engine.serve(Source(on_tokens=told.append if listens else None, incoming=incoming))
     ended = range(len(prompts)) if listens else ()
     assert sorted(each.index for each in told if each.finished) == list(ended)
     return requests

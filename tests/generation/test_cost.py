@@ -113,7 +113,7 @@ def test_mixed_traffic_compiles_few_programs():
         requests = make_requests(engine.model.config, tokens, sampling)
         for request, new in zip(requests, random.integers(1, 12, count), strict=True):
             request.max_new_tokens = int(new)
-        engine.serve(Source(requests, sampling))
+        engine.serve(Source(requests))
 
     # Prefill has two widths, each for many and for few entries, with two widths of the page table;
     # steps have one chunk for each of these; then first tokens, clearing, and hidden states.

@@ -101,7 +101,7 @@ def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
             return came
 
         watch.paused = False
-        engine.serve(Source([], GREEDY, incoming=incoming))
+        engine.serve(Source(incoming=incoming))
         check(requests, name)
     assert max(watch.pauses) == bound  # the bound is reached and never exceeded
     assert max(map(len, watch.turns)) == bound // WIDTH  # also by one long prompt

@@ -18,6 +18,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, checked_steps, grammar, programs
+from dms_jax.generation.checked_steps import CheckedSteps
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import (
     Grammar,
@@ -137,7 +138,7 @@ def test_tokens_drawn_again_follow_the_masked_distribution():
     redraw = inspect.unwrap(programs.redraw)
     _, tokens = redraw(
         types.SimpleNamespace(unembed=lambda hidden: hidden),
-        programs.Source(everything, positions),
+        programs.DrawInputs(everything, positions),
         free,
         refused,
         bits(np.broadcast_to(allowed, (len(refused), size))),
@@ -200,14 +201,12 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     """Requests without a grammar use the ordinary programs."""
     chunks, runner = [], engine.runner
-    decode, checked = runner.decode, runner.decode_checked
+    decode, run = runner.decode, CheckedSteps.run
     monkeypatch.setattr(
         runner, "decode", lambda *given, **more: chunks.append("whole") or decode(*given, **more)
     )
     monkeypatch.setattr(
-        runner,
-        "decode_checked",
-        lambda *given, **more: chunks.append("step") or checked(*given, **more),
+        CheckedSteps, "run", lambda *given, **more: chunks.append("step") or run(*given, **more)
     )
     short = dataclasses.replace(GREEDY, max_new_tokens=20, grammar=Grammar.regex("[a-z]{2}"))
     requests = requests_of(PROMPTS[:2], [dataclasses.replace(GREEDY, max_new_tokens=20), short])
@@ -235,7 +234,7 @@ def test_grammar_resumes_after_error(engine, monkeypatch):
         with pytest.raises(NotNumbersError):
             serve_arrivals(engine, [requests])
     assert 1 < len(requests[0].generated) < len(want[0].tokens)
-    engine.serve(Source(requests, sampling))
+    engine.serve(Source(requests))
     assert [each.generated for each in requests] == [each.tokens for each in want]
 
 

@@ -75,6 +75,23 @@ def test_chunk_is_launched_before_last_is_collected(name, monkeypatch):
         answer(prompt, name=name).check(one)
 
 
+def test_ends_are_told_while_the_next_steps_run(monkeypatch):
+    engine, ended = host_engine(), []
+    requests = make_requests(engine.model.config, TWO, GREEDY)
+    requests[0].max_new_tokens = 9
+    order = noted(monkeypatch)
+
+    def end(request):
+        assert request.usage is not None
+        ended.append((request.index, request.text, len(order)))
+
+    engine.serve(Source(requests, on_end=end))
+    assert order == AHEAD
+    first, second = answer(TWO[0], new_tokens=9), answer(TWO[1])
+    # The first one ends in the first chunk, and is told when the third was launched.
+    assert ended == [(0, first.text, 7), (1, second.text, len(AHEAD))]
+
+
 @pytest.mark.parametrize("name", ["keeps", "evicts", "cuts"])
 def test_prefill_does_not_wait_for_lengths(name, monkeypatch):
     """Two prefill programs and the first chunk of steps, under every policy."""
@@ -118,7 +135,7 @@ def test_lanes_refill_while_steps_run(name, fewest, monkeypatch):
         requests = make_requests(engine.model.config, prompts(lengths), GREEDY)
         for request, count in zip(requests, lengths[::-1], strict=True):
             request.max_new_tokens = count
-        return engine.serve(Source(requests, GREEDY, on_tokens=on_tokens))
+        return engine.serve(Source(requests, on_tokens=on_tokens))
 
     in_turn = answers(lambda update: None)
     monkeypatch.setattr(programs_in_flight, "_FEWEST_STEPS", fewest)
@@ -155,9 +172,7 @@ def test_ended_request_is_recomputed_after_error(monkeypatch):
     # The other one decodes during the prefill; more requests may come at any time.
     looks = itertools.chain([[ended], [other]], itertools.repeat([]))
     engine.serve(
-        Source(
-            [], GREEDY, incoming=lambda wait: None if wait and other.finish_reason else next(looks)
-        )
+        Source(incoming=lambda wait: None if wait and other.finish_reason else next(looks))
     )
     expected.check(ended)
     assert ended.usage.prefilled_tokens == 2 * len(prompt)

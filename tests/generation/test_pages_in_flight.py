@@ -26,7 +26,7 @@ class Watch:
         self.pages = pages  # of the pool
         self.ahead = self.chunks = 0
         self._inflight: list[np.ndarray] = []
-        launch, read, table_of_steps = Runner.decode, Runner.collect, Runner._table_of_steps
+        launch, read, table_of_steps = Runner.decode, Runner.collect, Runner.table_of_steps
         given: list[np.ndarray] = []  # the page table of the program that is being launched
 
         def with_table(runner, stepping):
@@ -58,7 +58,7 @@ class Watch:
             assert (table[:, ran, :, :width] == own)[live[..., :width]].all()
             return steps
 
-        monkeypatch.setattr(Runner, "_table_of_steps", with_table)
+        monkeypatch.setattr(Runner, "table_of_steps", with_table)
         monkeypatch.setattr(Runner, "decode", launched)
         monkeypatch.setattr(Runner, "collect", was_read)
 
@@ -108,7 +108,7 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
     for request, most in zip(requests, lengths, strict=True):
         request.max_new_tokens = int(most)
     with squeezed(engine, pages):
-        engine.serve(Source(requests, sampling))
+        engine.serve(Source(requests))
     for each in requests:
         given = dict(copy=each.copy, ends=ENDS, new_tokens=each.max_new_tokens)
         answer(each.prompt, sampling, name, **given).check(each)
@@ -117,7 +117,7 @@ def check_answers(engine, name, pages, prompts, lengths) -> None:
 def test_reused_idle_lane_keeps_its_steps_in_flight():
     """The chunk repeats the end token of the lane's old answer."""
     runner = host_engine("keeps", 2, ends=ENDS).runner
-    rule, seeds = LanesFilter(2).of({}), np.zeros((2, 2), np.uint32)
+    rule = LanesFilter(2).of({})
     runner.recover()
     runner.reservation.reserve(np.array([8, 8]))
 
@@ -125,7 +125,7 @@ def test_reused_idle_lane_keeps_its_steps_in_flight():
         tokens = np.array([ENDS[0], ENDS[0] + 1], np.int32)
         tokens[0] += remaining[0] > 0  # of the new request
         remaining = np.array(remaining, np.int32)
-        return runner.decode(tokens, remaining, seeds, rule, num_steps=4, end_tokens=ENDS)
+        return runner.decode(tokens, remaining, rule, num_steps=4, end_tokens=ENDS)
 
     idle, taken = launch([0, 4]), launch([4, 0])
     runner.collect(idle)

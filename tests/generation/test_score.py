@@ -9,7 +9,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation.engine import Source
-from dms_jax.generation.requests import SCORED, scored_request
+from dms_jax.generation.requests import scored_request
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
@@ -69,7 +69,7 @@ def test_given_answers_are_scored_like_drawn_ones(name, pages, monkeypatch):
     alone = prompts((33,))[0]
     requests.append(scored_request(config, 7, [], alone, len(alone)))
     with squeezed(engine, pages):
-        engine.serve(Source(requests, SCORED))
+        engine.serve(Source(requests))
     for request, want in zip(requests, wants, strict=False):
         dataclasses.replace(want, text=None).check(request)
     assert [each.greedy for each in requests] == [*[True] * 5, False, False, False]

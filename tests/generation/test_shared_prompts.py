@@ -58,7 +58,7 @@ def test_other_max_lengths_share_no_prompt(monkeypatch):
     monkeypatch.setattr(type(engine.policy), "for_length", lambda self, tokens: dms_jax.Quest())
     requests = make_requests(engine.model.config, [prompt] * 3, SAMPLED)
     requests[1].max_length = 50
-    found = engine.serve(Source(requests, SAMPLED))
+    found = engine.serve(Source(requests))
     assert prefilled_of(found) == [20, 20, 0]
     check(found, [prompt] * 3, "keeps")
 

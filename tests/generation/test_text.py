@@ -92,10 +92,8 @@ def test_answer_text_continues_prompt(kind):
             running, pieces = stream(kind, answer, sizes, prompt=prompt)
             assert running.text == "".join(pieces) == want
         later = request(len(answer), prompt=prompt)
-        tracker = TextTracker(tokenizer(kind), (), streaming=False)
         later.generated = answer
-        tracker.update(later)
-        tracker.finish()
+        TextTracker(tokenizer(kind), ()).decode(later)
         assert later.text == want
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dms_jax.generation import grammar
-from dms_jax.generation.answers import Answer, AnswerForm, AnswerReader
+from dms_jax.generation.answer_readers import AnswerForm, Tool
+from dms_jax.generation.answers import Answer, make_reader
 from dms_jax.generation.call_formats import FORMATS, format_of
-from dms_jax.generation.call_readers import Tool
 from dms_jax.serving.apis import parse_body
 from tests.serving.scripted import TEMPLATES, served_model
 from tests.serving.support import stories
@@ -230,7 +230,7 @@ def test_answer_parts_do_not_depend_on_chunks(form, text, thought, said, calls):
     assert parts(Answer.of(form, text)) == want
     draw = random.Random(0)
     for sizes in ((1,), (2,), (3,), *[(1, 2, 5, 11)] * 30):
-        reader, answer, at = AnswerReader(form), Answer(), 0
+        reader, answer, at = make_reader(form), Answer(), 0
         while at < len(text):
             size = draw.choice(sizes)
             for piece in reader.read(text[at : at + size]):
@@ -242,7 +242,7 @@ def test_answer_parts_do_not_depend_on_chunks(form, text, thought, said, calls):
 
 
 def test_arguments_are_streamed():
-    reader = AnswerReader(HERMES)
+    reader = make_reader(HERMES)
     begun = reader.read('<tool_call>\n{"name": "f", "arguments": {"city": "Par')
     assert [type(piece).__name__ for piece in begun] == ["CallStart", "Arguments"]
     assert reader.read("is")[0].text == "is"
@@ -250,7 +250,7 @@ def test_arguments_are_streamed():
 
 def test_long_parameters_are_scanned_once():
     """Agents write whole files, which must not be rescanned for every token."""
-    reader = AnswerReader(CODER)
+    reader = make_reader(CODER)
     reader.read("<tool_call>\n<function=f>\n<parameter=text>\n")
     start = time.process_time()
     for _ in range(20_000):

@@ -290,7 +290,7 @@ def step(transformer, cache, host, table, undo, tokens, control, seeds, policy, 
     one = jax.tree.map(lambda x: x[None], one)
     hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
     packed = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
-    return cache, packed, new, programs.Source(hidden, cache.seen), undo, None
+    return cache, packed, new, programs.DrawInputs(hidden, cache.seen), undo, None
 
 
 def redraw(transformer, source, tokens, lanes, masks, seeds, rule):

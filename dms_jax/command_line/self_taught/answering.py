@@ -76,7 +76,7 @@ def sample(
                     journal.add(*due[number], Answer(each.completion))
                     tick()
 
-                answer(model, Vanilla(), requests, sampling, serving, keep)
+                answer(model, Vanilla(), requests, serving, keep)
     finally:
         journal.close()
     return {place: done[place] for place in places}

@@ -32,13 +32,6 @@ MUTANTS = [
         (BOOTSTRAP,),
     ),
     Mutant(
-        "evaluation: the next steps wait until answers are written",
-        FOLDER + "answering.py",
-        "streaming=False, late=True",
-        "streaming=False, late=False",
-        ("tests/evaluation/test_resuming.py::test_answers_are_written_while_the_device_runs",),
-    ),
-    Mutant(
         "sandbox: calls that are not on the list are allowed",
         FOLDER + "confined.py",
         "steps.append((_RETURN, 0, 0, _EPERM))",

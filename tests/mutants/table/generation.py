@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "generation: answers wait while the prompt of another request is read",
         FOLDER + "engine.py",
-        "takes_turns=is_open",
+        "takes_turns=self._is_open",
         "takes_turns=False",
         (f"{FAIRNESS}::test_pauses_are_bounded_by_prefill_tokens",),
     ),
@@ -98,15 +98,15 @@ MUTANTS = [
     Mutant(
         "generation: in a conversation steps are launched before a stop string is looked for",
         FOLDER + "engine.py",
-        "(by_step or is_heard)",
-        "is_heard",
+        "(by_step or source.on_tokens is not None)",
+        "(source.on_tokens is not None)",
         (f"{TALK}::test_stop_string_ends_turn",),
     ),
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",
         FOLDER + "runner.py",
-        "np.isin(steps.tokens[-1], program.end_tokens) & (program.most > 0)",
-        "np.isin(steps.tokens[-1], program.end_tokens)",
+        "np.isin(steps.tokens[-1], self.end_tokens) & (self.most > 0)",
+        "np.isin(steps.tokens[-1], self.end_tokens)",
         (
             "tests/generation/test_pages_in_flight.py::test_reused_idle_lane_keeps_its_steps_in_flight",
         ),

@@ -7,6 +7,13 @@ OVERLAP = "tests/generation/test_overlap.py"
 
 MUTANTS = [
     Mutant(
+        "generation: the next steps wait until the end of an answer is told",
+        FOLDER + "engine.py",
+        "(by_step or source.on_tokens is not None)",
+        "True",
+        (f"{OVERLAP}::test_ends_are_told_while_the_next_steps_run",),
+    ),
+    Mutant(
         "generation: a call that is left early leaves its steps to the next one",
         FOLDER + "engine.py",
         "if call.unfinished:  # the caller",

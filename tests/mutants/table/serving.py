@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "serving: requests that come are drawn as the call is",
         "dms_jax/generation/engine.py",
-        "if self.source.incoming is None:\n            return self.source.sampling.filter",
-        "if True:\n            return self.source.sampling.filter",
+        "self._filter.of({lane: each.sampling for lane, each in running.items()})",
+        "next(iter(running.values())).sampling.filter",
         (f"{ARRIVALS}::test_requests_join_running_call",),
     ),
     Mutant(

@@ -1,15 +1,16 @@
-"""Parsers of tool calls in streamed answers: one for each call format.
+"""Parsers of streamed answers: one for answers without calls, and one for each call format.
 
-A `CallReader` separates content from calls, and streams arguments before they are complete. It
-returns pieces: `Text`, `CallStart` and `Arguments`. `call_formats` describes the formats.
+An `AnswerReader` separates thoughts, content and calls, and streams arguments before they are
+complete. It returns pieces: `Text`, `CallStart` and `Arguments`. `call_formats` describes the
+formats.
 """
 
 import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,34 @@ class Tool:
             "parameters": dict(self.parameters),
         }
         return {"type": "function", "function": function}
+
+
+# The markers that templates write around thoughts before an answer.
+THINKING_MARKERS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerForm:
+    """How the text of an answer is parsed.
+
+    Attributes:
+      thinks: whether the answer begins with thoughts: "yes" (the prompt ends within them),
+        "perhaps" (the model may start them), "no", or "channels" (the call format marks them:
+        harmony).
+      markers: the text before and after thoughts.
+      calls: name of the call format (`call_formats.FORMATS`); None without tools, except harmony.
+      tools: the tools that may be called.
+      parallel: whether calls after the first one count.
+    """
+
+    thinks: Literal["no", "perhaps", "yes", "channels"] = "no"
+    markers: tuple[str, str] = THINKING_MARKERS[0]
+    calls: str | None = None
+    tools: tuple[Tool, ...] = ()
+    parallel: bool = True
+
+
+PLAIN = AnswerForm()
 
 
 # -- pieces of an answer -------------------------------------------------------------------------
@@ -201,26 +230,23 @@ def held_back(text: str, marker: str) -> int:
     return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-class CallReader:
-    """Separates content from calls in a streamed answer.
+class AnswerReader:
+    """Parses the text of one answer as it arrives: thoughts, and content.
 
-    A subclass is a state machine whose states are methods: each consumes some of `held`, the
-    unparsed text, adds to `pieces`, and returns whether it made progress.
+    It is a state machine whose states are methods: each consumes some of `held`, the unparsed text,
+    adds to `pieces`, and returns whether it made progress. Line breaks around thoughts are dropped:
+    templates write them again.
 
     Args:
-      tools: the tools that may be called.
+      form: how the answer is parsed.
     """
 
-    make_id: Callable[[], str] = staticmethod(lambda: f"call_{secrets.token_hex(12)}")
-
-    def __init__(self, tools: Sequence[Tool]):
-        self.tools = {tool.name: tool for tool in tools}
-        self.held, self.calls = "", 0
+    def __init__(self, form: AnswerForm):
+        self.form, self.held, self.ended = form, "", False
         self.pieces: list[Piece] = []
-        self.ended = False
-        self.state: Callable[[], bool] = self.read_text
-        self._call = _Call()
-        self._before = ""  # the text before a call, which is content if no call follows
+        self.state: Callable[[], bool] = self.read_answer
+        if form.thinks in ("perhaps", "yes"):
+            self.state = self.read_start if form.thinks == "perhaps" else self.read_break
 
     def read(self, text: str) -> list[Piece]:
         """Parses more text; returns the complete pieces."""
@@ -234,25 +260,91 @@ class CallReader:
         self.ended = True
         while self.held and self.state():
             pass
-        if self.state != self.read_text and not self._call.begun:  # not a call so far
-            self.held = self._before + self._call.object.text + self.held
-        if self.held.strip() or (self.held and not self.calls):
-            self.add_text(self.held)
-        self.held = ""
+        self.finish()
         return self._taken()
 
+    def finish(self) -> None:
+        """Adds the text that is still held at the end of the answer."""
+
     def _taken(self) -> list[Piece]:
+        """Takes the pieces, without calls after the first one if only one counts."""
         taken, self.pieces = self.pieces, []
-        return taken
+        if self.form.parallel:
+            return taken
+        return [each for each in taken if isinstance(each, Text) or each.index == 0]
 
     def add_text(self, text: str) -> None:
         """Adds text to the content of the answer."""
         if text:
             self.pieces.append(Text(text))
 
+    def read_start(self) -> bool:
+        """The state at the start of an answer that may begin with thoughts."""
+        begun, opening = self.held.lstrip(), self.form.markers[0]
+        if begun.startswith(opening):
+            self.held, self.state = begun[len(opening) :], self.read_break
+        elif not self.ended and opening.startswith(begun):
+            return False
+        else:
+            self.state = self.read_answer
+        return True
+
+    def read_break(self) -> bool:
+        """The state of line breaks before thoughts."""
+        self.held = self.held.lstrip("\n")
+        self.state = self.read_thought if self.held else self.state
+        return bool(self.held)
+
+    def read_thought(self) -> bool:
+        """The state of thoughts, up to their marker."""
+        closing = self.form.markers[1]
+        thought, marker, rest = self.held.partition(closing)
+        if not marker and self.ended:
+            told, rest = thought if thought.strip() else "", ""
+        else:
+            keep = 0 if marker else held_back(thought, closing)
+            told = thought[: len(thought) - keep].rstrip("\n")
+            rest = rest if marker else thought[len(told) :]
+        if told:
+            self.pieces.append(Text(told, thought=True))
+        self.held, self.state = rest, self.read_break_behind if marker else self.state
+        return bool(marker)
+
+    def read_break_behind(self) -> bool:
+        """The state of line breaks after thoughts."""
+        self.held = self.held.lstrip("\n")
+        self.state = self.read_answer if self.held else self.state
+        return bool(self.held)
+
+    def read_answer(self) -> bool:
+        """The state at the start of the content."""
+        self.state = self.read_text
+        return True
+
     def read_text(self) -> bool:
-        """The state of content, up to the format's marker."""
-        raise NotImplementedError
+        """The state of content, up to the marker of a call."""
+        self.add_text(self.held)
+        self.held = ""
+        return False
+
+
+class CallReader(AnswerReader):
+    """Parses answers that may have calls."""
+
+    make_id: Callable[[], str] = staticmethod(lambda: f"call_{secrets.token_hex(12)}")
+
+    def __init__(self, form: AnswerForm):
+        super().__init__(form)
+        self.tools, self.calls = {tool.name: tool for tool in form.tools}, 0
+        self._call = _Call()
+        self._before = ""  # the text before a call, which is content if no call follows
+
+    def finish(self) -> None:
+        if self.state != self.read_text and not self._call.begun:  # not a call so far
+            self.held = self._before + self._call.object.text + self.held
+        if self.held.strip() or (self.held and not self.calls):
+            self.add_text(self.held)
+        self.held = ""
 
     def read_until(self, marker: str) -> bool:
         """Reads content up to a marker; returns whether it was found.
@@ -371,10 +463,10 @@ class ParametersReader(HermesReader):
         self.calls, self.state = self.calls + 1, self.read_behind
         return True
 
-    def end(self) -> list[Piece]:
+    def finish(self) -> None:
         if self.state == self.read_parameter:  # an incomplete parameter has no value
             self.held = ""
-        return super().end()
+        super().finish()
 
     def _value(self, name: str, text: str) -> str:
         """Returns a parameter as JSON: a string unless its schema has another type."""
@@ -396,13 +488,12 @@ class ParametersReader(HermesReader):
 class LlamaReader(CallReader):
     """Parses the format of Llama 3: an answer of JSON, perhaps after <|python_tag|>."""
 
-    def __init__(self, tools: Sequence[Tool]):
-        super().__init__(tools)
+    def __init__(self, form: AnswerForm):
+        super().__init__(form)
         self.names = frozenset(self.tools)
-        self.state = self.read_start
 
-    def read_start(self) -> bool:
-        """The state at the start of an answer, and after a call."""
+    def read_answer(self) -> bool:
+        """The state at the start of the content, and after a call."""
         self.skip(" \n;" if self.calls else " \n")
         tag = "<|python_tag|>"
         if self.held.startswith("{"):
@@ -421,7 +512,7 @@ class LlamaReader(CallReader):
         return found
 
     def read_behind(self) -> bool:
-        self.state = self.read_start
+        self.state = self.read_answer
         return True
 
 
@@ -486,8 +577,8 @@ class HarmonyReader(CallReader):
     content.
     """
 
-    def __init__(self, tools: Sequence[Tool]):
-        super().__init__(tools)
+    def __init__(self, form: AnswerForm):
+        super().__init__(form)
         self.state = self.read_header
         self._make_piece: Callable[[str], Piece] = Text
         self._calls = False  # whether the message is a call
@@ -526,11 +617,8 @@ class HarmonyReader(CallReader):
         self._calls, self.state = False, self.read_header
         return True
 
-    def end(self) -> list[Piece]:
-        self.ended = True
-        while self.held and self.state():
-            pass
-        return self._taken()
+    def finish(self) -> None:
+        pass
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
