@@ -19,6 +19,7 @@ import numpy as np
 
 from dms_jax import compilation
 from dms_jax.generation import checked_steps, grammar, programs
+from dms_jax.generation.copies import no_load
 from dms_jax.generation.prefill import (
     PromptShapes,
     Shape,
@@ -299,18 +300,16 @@ class _Calls:
         return [(programs.copy_lanes, (self.runner.cache, pages, self._lanes, num_kv_heads))]
 
     def states(self) -> list[_Call]:
-        """Returns the programs that take the state of a lane, copy its pages and put it back."""
-        runner, cache = self.runner, self.runner.cache
-        lengths = np.zeros((cache.lengths.shape[0], cache.lengths.shape[2]), np.int32)
-        rows = jax.tree.map(
-            lambda x: np.zeros((x.shape[0], *x.shape[2:]), x.dtype), cache.row_state
-        )
-        number = np.int32(0)
-        calls: list[_Call] = [(programs.load_lane, (cache, number, lengths, number, rows))]
-        if jax.tree.leaves(rows):
-            calls.append((programs.read_lane, (cache, number)))
+        """Returns the programs that take the state of lanes, copy their pages and put it back."""
+        runner, cache, calls = self.runner, self.runner.cache, list[_Call]()
+        for size in runner.copies.groups:
+            lanes = np.zeros(size, np.int32)
+            calls.append((programs.load_lanes, no_load(cache, lanes)))
+            if jax.tree.leaves(cache.row_state):
+                calls.append((programs.read_lanes, (cache, lanes)))
         if not runner.appends:
-            calls.append((programs.copy_pages, (cache, runner.no_pages()[0])))
+            for size in runner.copies.blocks:
+                calls.append((programs.copy_pages, (cache, np.zeros((2, size), np.int32))))
         return calls
 
     def host_pages(self) -> list[_Call]:

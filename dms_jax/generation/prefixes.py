@@ -49,7 +49,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -354,7 +354,7 @@ class Prefixes:
         else:
             self._touch(state)
             self._copy_to(lane, state)
-        self._runner.load_lane(lane, lengths, count, to_device(state.rows))
+        self._runner.load_lane(lane, lengths, count, state.rows)
         self._continued[lane] = count, state.ended
         request.meter.read_before(int(lengths.sum()))
         return count
@@ -418,30 +418,51 @@ class Prefixes:
 
     # -- states -----------------------------------------------------------------------------------
 
-    def take(self, lane: int, request: "Request", count: int) -> None:
-        """Caches the first tokens of a prompt, which a lane has just prefilled."""
-        self._store(lane, request, request.prompt_array[:count], ended=False)
+    def take(self, passed: Mapping[int, tuple["Request", Collection[int]]]) -> None:
+        """Caches prefixes of prompts that lanes have just prefilled.
 
-    def keep(self, lane: int, request: "Request") -> None:
-        """Caches the sequence of a request that leaves its lane, as far as that is exact."""
-        if not (self.keeps and self.serves(request) and request.generated):
-            return
+        Args:
+          passed: for each lane its request, and the lengths of the prefixes.
+        """
+        lanes = [lane for lane, (_, stops) in passed.items() if stops]
+        for lane, rows in self._runner.read_lanes(lanes).items():
+            request, stops = passed[lane]
+            for stop in stops:
+                self._store(lane, request, request.prompt_array[:stop], rows, ended=False)
+
+    def keep(self, leaving: Mapping[int, "Request"]) -> None:
+        """Caches the sequences of requests that leave their lanes, as far as that is exact."""
+        lanes = [
+            lane
+            for lane, request in leaving.items()
+            if self.keeps and self.serves(request) and request.generated
+        ]
+        for lane, rows in self._runner.read_lanes(lanes).items():
+            self._keep(lane, leaving[lane], rows)
+
+    def _keep(self, lane: int, request: "Request", rows: Any) -> None:
         prompt, tokens = len(request.prompt), request.sequence[:-1]
         exact = self._policy.prefix_exact(len(tokens), prompt=prompt, max_length=request.max_length)
         seen = int(self._runner.seen[lane])
         if self._runner.appends:
             if seen >= len(tokens):
-                self._store(lane, request, tokens[: None if exact else prompt], ended=True)
+                self._store(lane, request, tokens[: None if exact else prompt], rows, ended=True)
         elif exact and seen == len(tokens):
             # Not while steps run that were launched before a stop string was found. After an end
             # token the lane is idle in them; if a grammar forced it, the lane took one step back,
             # which wrote to a slot that no later token reads.
             ended = request.finish_reason == "end"
             if ended or not self._runner.reservation.steps_in_flight[lane]:
-                self._store(lane, request, tokens, ended=True)
+                self._store(lane, request, tokens, rows, ended=True)
 
     def _store(
-        self, lane: int, request: "Request", tokens: Int[np.ndarray, " n"], *, ended: bool
+        self,
+        lane: int,
+        request: "Request",
+        tokens: Int[np.ndarray, " n"],
+        rows: Any,
+        *,
+        ended: bool,
     ) -> None:
         allocator, lengths = self._allocator, self._runner.reservation.lengths_of(lane)
         if self._runner.appends:
@@ -459,7 +480,7 @@ class Prefixes:
         if brief and not self._has_spare(allocator.pages_for(lengths)):
             return
         pages = allocator.pages_of(lane, lengths)
-        state = PrefixState(node, lengths.copy(), pages, self._runner.read_lane(lane), ended)
+        state = PrefixState(node, lengths.copy(), pages, rows, ended)
         if ended or self._runner.appends:
             allocator.hold(pages)
         elif (own := allocator.take(allocator.pages_for(lengths))) is not None:

@@ -907,25 +907,33 @@ def copy_pages(cache: Cache, pages: Int[Array, "2 n"]) -> Cache:
 
 
 @Program
-def read_lane(cache: Cache, lane: Int[Array, ""]) -> Any:
-    """Returns the policy's state of each row of a lane, leaves [L, K, ...]."""
-    return jax.tree.map(lambda x: x[:, lane], cache.row_state)
+def read_lanes(cache: Cache, lanes: Int[Array, " n"]) -> tuple[Any, ...]:
+    """Returns the policy's state of each row of some lanes, leaves [L, K, ...] for each lane."""
+    found = jax.tree.map(lambda x: x.at[:, lanes].get(mode="clip"), cache.row_state)
+    return tuple(jax.tree.map(lambda x, n=n: x[:, n], found) for n in range(len(lanes)))
 
 
 @functools.partial(Program, donate_argnums=0)
-def load_lane(
+def load_lanes(
     cache: Cache,
-    lane: Int[Array, ""],
-    lengths: Int[Array, "L K"],
-    seen: Int[Array, ""],
-    rows: Any,
+    lanes: Int[Array, " n"],
+    lengths: Int[Array, "n L K"],
+    seen: Int[Array, " n"],
+    rows: tuple[Any, ...],
 ) -> Cache:
-    """Sets the lengths of a lane's rows, the tokens that it has seen, and the policy's state."""
+    """Sets the lengths of lanes' rows, the tokens that they have seen, and the policy's state.
+
+    A number beyond the last lane is ignored. `rows` are as `read_lanes` returns them.
+    """
+
+    def write(x, *new):
+        return x.at[:, lanes].set(jnp.stack(new, 1), mode="drop")
+
     return dataclasses.replace(
         cache,
-        lengths=cache.lengths.at[:, lane].set(lengths),
-        seen=cache.seen.at[lane].set(seen),
-        row_state=jax.tree.map(lambda x, new: x.at[:, lane].set(new), cache.row_state, rows),
+        lengths=cache.lengths.at[:, lanes].set(jnp.swapaxes(lengths, 0, 1), mode="drop"),
+        seen=cache.seen.at[lanes].set(seen, mode="drop"),
+        row_state=jax.tree.map(write, cache.row_state, *rows),
     )
 
 

@@ -34,6 +34,7 @@ from dms_jax.cache.host_values import HostValues, Tail
 from dms_jax.devices import fits_device
 from dms_jax.errors import ConfigError
 from dms_jax.generation import programs
+from dms_jax.generation.copies import Copies, Load
 from dms_jax.generation.prefill import (
     SATURATING,
     PrefillBatch,
@@ -193,6 +194,7 @@ class Runner:
       prefixes: the cached prefixes, in pages that no row needs.
       hidden: [B, E] on the device, the hidden state of the last prefilled token of each lane.
       max_tokens: the sequence length that the cache is sized for; longer ones may fit too.
+      copies: copies of prefixes that are launched before the next program.
       dirty: whether there is no cache, or a failure may have left it inconsistent; see `working`.
     """
 
@@ -218,7 +220,7 @@ class Runner:
         self.max_tokens = max_tokens or positions
         whole = policy.footprint(positions, page_size=page_size)
         self._keeps_all = whole.at_least >= positions and model.config.window is None
-        self.cache: Any = None
+        self._cache: Any = None
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
         self._blank_undo: programs.Undo | None = None
@@ -267,6 +269,17 @@ class Runner:
     def appends(self) -> bool:
         """Whether no slot is ever overwritten: the policy appends, and no layer has a window."""
         return self.policy.appends and self.model.config.window is None
+
+    @property
+    def cache(self) -> Any:
+        """The cache on the device, after the copies that are not launched yet."""
+        if self.copies:
+            self._cache = self.copies.launched(self._cache)
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Any) -> None:
+        self._cache = cache
 
     def working(self) -> Working:
         """A context in which programs run. If one fails, the cache is freed.
@@ -322,10 +335,11 @@ class Runner:
         """Frees the memory of the cache; `recover` makes another one."""
         self.dirty = True
         self._table = self._blank_undo = None
-        if self.cache is not None:
-            for leaf in jax.tree.leaves(self.cache):
+        self.copies = Copies(self.num_lanes, self._num_pages // self.num_shards, self.page_bytes)
+        if self._cache is not None:
+            for leaf in jax.tree.leaves(self._cache):
                 leaf.delete()
-            self.cache = self.hidden = None
+            self._cache = self.hidden = None
         if self.host is not None:
             self.host.delete()
             self.host = None
@@ -657,11 +671,13 @@ class Runner:
 
     # -- cached prefixes --------------------------------------------------------------------------
 
-    def read_lane(self, lane: int) -> Any:
-        """Returns the policy's state of each row of a lane, leaves [L, K, ...], on the device."""
-        if not jax.tree.leaves(self.cache.row_state):
-            return self.cache.row_state
-        return programs.read_lane(self.cache, np.int32(lane))
+    def read_lanes(self, lanes: list[int]) -> dict[int, Any]:
+        """Returns the policy's state of the rows of lanes, leaves [L, K, ...], on the device."""
+        if not lanes or not jax.tree.leaves(self._cache.row_state):
+            return dict.fromkeys(lanes, self._cache.row_state)
+        groups = self.copies.grouped(lanes)
+        found = [rows for group in groups for rows in programs.read_lanes(self.cache, group)]
+        return dict(zip(lanes, found, strict=False))  # the last group may be longer
 
     def load_lane(self, lane: int, lengths: Int[np.ndarray, "L K"], tokens: int, rows: Any) -> None:
         """Sets the state of an empty lane that has the pages of a sequence.
@@ -670,21 +686,18 @@ class Runner:
           lane: the lane.
           lengths: slots in use of each row.
           tokens: number of tokens of the sequence.
-          rows: the policy's state of each row, from `read_lane`.
+          rows: the policy's state of each row, from `read_lanes`.
         """
-        given = np.int32(lane), lengths.astype(np.int32), np.int32(tokens), rows
-        self.cache = programs.load_lane(self.cache, *given)
+        self.copies.add_load(lane, Load(lengths, tokens, rows))
         self.reservation.set_lengths_of(lane, lengths)
         self.seen = self.seen.copy()  # a program in flight may use the old array
         self.seen[lane] = tokens
 
     def copy_pages(self, sources: Int[np.ndarray, " n"], targets: Int[np.ndarray, " n"]) -> None:
-        """Copies pages of the pool, block by block, from source to target."""
-        pairs = np.stack([sources, targets])
+        """Copies pages of the pool from source to target."""
         if self.host is not None:
-            self.host.copy(pairs)
-        for pages in self._blocks([pairs]):
-            self.cache = programs.copy_pages(self.cache, pages[0])
+            self.host.copy(np.stack([sources, targets]))
+        self.copies.add_pages(sources, targets)
 
     def read_pages(self, pages: Int[np.ndarray, " n"]) -> Any:
         """Launches a copy of the contents of pages; returns it on the device."""

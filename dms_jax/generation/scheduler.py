@@ -414,9 +414,8 @@ class Scheduler:
         passed = {lane: self.prefill.items[lane].pass_stops() for lane in lanes}
         if any(passed.values()) and not self.runner.appends:
             collect()
-        for lane, stops in passed.items():
-            for stop in stops:
-                self.runner.prefixes.take(lane, self.running[lane], stop)
+        given = {lane: (self.running[lane], stops) for lane, stops in passed.items()}
+        self.runner.prefixes.take(given)
 
     def fork(self, source_of: dict[int, int]) -> None:
         """Copies shared prompts to lanes while pages last; requests without a copy wait again.
@@ -457,7 +456,7 @@ class Scheduler:
             raise self.admission.too_small(self.running[lane], "the sequence to its end")
         request = self.running.pop(lane)
         if request.state is State.DECODE:
-            self.runner.prefixes.keep(lane, request)
+            self.runner.prefixes.keep({lane: request})
         request.slots = self.runner.reservation.lengths[:, lane].copy()
         self._put_back(request)
         self.prefill.drop_departed(self.running)
@@ -499,8 +498,7 @@ class Scheduler:
             del self.running[lane]
         self.prefill.drop_departed(self.running)
         if ended and not self._keep:
-            for lane, request in ended.items():
-                self.runner.prefixes.keep(lane, request)
+            self.runner.prefixes.keep(ended)
             self.runner.clear(list(ended))
         self._finish_waiting(cancelled)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dms_jax.generation import Engine, programs
+from dms_jax.generation.copies import no_load
 from dms_jax.generation.precompile import _Calls
 from dms_jax.generation.prefill import Shape
 from dms_jax.generation.programs import Packed
@@ -59,17 +60,15 @@ def test_copies_do_not_duplicate_pool(name, optimized):
 
     def compiled(max_tokens):
         engine = Engine(model_for(name), max_tokens=max_tokens, **(SHAPE | {"num_lanes": 4}))
-        runner, cache = engine.runner, engine.runner.cache
+        cache = engine.runner.cache
         pages, lanes = np.zeros(16, np.int32), np.arange(4, dtype=np.int32)
         contents = jax.eval_shape(programs.read_pages.jitted, cache, pages)
-        lengths = np.zeros(runner.reservation.lengths[:, 0].shape, np.int32)
-        given = np.int32(0), lengths, np.int32(0), runner.read_lane(0)
         heads = engine.model.config.num_kv_heads
         lowered = {
             "lanes": programs.copy_lanes.lower(cache, np.zeros((1, 2, 16), np.int32), lanes, heads),
             "copy": programs.copy_pages.lower(cache, np.stack([pages, pages])),
             "write": programs.write_pages.lower(cache, pages, contents),
-            "load": programs.load_lane.lower(cache, *given),
+            "load": programs.load_lanes.lower(*no_load(cache, lanes[:2])),
         }
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.pool, cache.page_state)))
         return {key: each.compile() for key, each in lowered.items()}, pool
