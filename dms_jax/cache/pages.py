@@ -232,15 +232,20 @@ class PageAllocator:
         self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"] | None = None
     ) -> bool:
         """Whether enough pages per row, except `besides`, are free or held only by prefixes."""
+        if self.has_spare(counts):
+            return True
         needs = np.bincount(self._lists_of_rows(counts), minlength=len(self._free))
         there = [len(free) + self._reclaimable(number) for number, free in enumerate(self._free)]
         kept = 0 if besides is None else self.yields(besides)
         return bool((needs + kept <= there).all())
 
-    def has_spare(self, counts: Int[np.ndarray, "L K"], extra: Int[np.ndarray, " n"]) -> bool:
+    def has_spare(
+        self, counts: Int[np.ndarray, "L K"], extra: Int[np.ndarray, " n"] | None = None
+    ) -> bool:
         """Whether enough pages per row are free, or yielded if prefixes drop `extra` pages."""
         needs = np.bincount(self._lists_of_rows(counts), minlength=len(self._free))
-        return bool((needs <= self.yields(extra) + [len(free) for free in self._free]).all())
+        gained = 0 if extra is None else self.yields(extra)
+        return bool((needs - gained <= [len(free) for free in self._free]).all())
 
     def _lists_of_rows(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
         """Returns the index of the free list of each page of the rows of a sequence."""

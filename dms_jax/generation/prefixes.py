@@ -270,13 +270,16 @@ class Prefixes:
         found = self._find(request, tokens, len(tokens) - 1)
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
-    def stops(self, request: "Request", start: int, admitted: int = 0) -> tuple[int, ...]:
+    def stops(
+        self, request: "Request", start: int, admitted: int = 0, lane: int | None = None
+    ) -> tuple[int, ...]:
         """Returns the lengths of the prefixes of a prompt that are to be cached.
 
         Args:
           request: the request.
           start: number of tokens that are cached already.
           admitted: number of equal queued prompts that are admitted together, this one included.
+          lane: its lane, once it has one.
         """
         if not self.serves(request):
             return ()
@@ -287,7 +290,8 @@ class Prefixes:
             for node in path
             if len(node.children) + node.ends > 1 or node.waiting > admitted
         }
-        parts |= {most} if self.keeps else set()
+        if self.keeps and (lane is None or self._keeps_end(lane, request)):
+            parts.add(most)
         whole = {self._round_to_pages(min(each, most)) for each in parts}
         least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
@@ -381,6 +385,8 @@ class Prefixes:
 
     def _has_spare(self, counts: Int[np.ndarray, "L K"]) -> bool:
         """Whether rows can get so many pages without those of states that are still needed."""
+        if self._allocator.has_spare(counts):
+            return True
         replaced = itertools.takewhile(lambda each: each.superseded, self._on_device)
         pages = np.concatenate([np.zeros(0, np.int32), *(each.pages for each in replaced)])
         return self._allocator.has_spare(counts, pages)
@@ -476,8 +482,8 @@ class Prefixes:
                 self._touch(node.state)
             return
         takes_a_copy = not (ended or self._runner.appends)
-        brief = takes_a_copy and self._is_replaced_soon(lane, request, node)
-        if brief and not self._has_spare(allocator.pages_for(lengths)):
+        awaited = len(node.children) + node.ends > 1 or node.is_awaited
+        if takes_a_copy and not awaited and not self._keeps_end(lane, request):
             return
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths.copy(), pages, rows, ended)
@@ -494,15 +500,17 @@ class Prefixes:
         self._on_device[state] = None
         self._replace(lane, state)
 
-    def _is_replaced_soon(self, lane: int, request: "Request", node: Node) -> bool:
-        """Whether the next turn will continue this turn's answer, not a state within its prompt.
+    def _keeps_end(self, lane: int, request: "Request") -> bool:
+        """Whether the end of a prompt becomes a state: not for a turn of a session without room.
 
-        An answer with stop strings may become no state; see `keep`.
+        The next turn will continue this turn's answer. An answer with stop strings may become no
+        state; see `keep`.
         """
         _, behind_answer = self._continued.get(lane, (0, False))
-        if not behind_answer or request.sampling.stop:
-            return False
-        return len(node.children) + node.ends <= 1 and not node.is_awaited
+        if self._runner.appends or not behind_answer or request.sampling.stop:
+            return True
+        lengths = self._runner.reservation.lengths_of(lane)
+        return self._has_spare(self._allocator.pages_for(lengths))
 
     def _replace(self, lane: int, state: PrefixState) -> None:
         """Marks the states that leave first: those that its request continued are replaced.

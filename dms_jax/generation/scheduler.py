@@ -377,7 +377,7 @@ class Scheduler:
         continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
         for lane, request in started.items():
             if (item := self.prefill.items[lane]).source == lane:
-                item.stops = self.runner.prefixes.stops(request, item.done)
+                item.stops = self.runner.prefixes.stops(request, item.done, lane=lane)
                 if request.base is not None:
                     continued[lane] = request.base
         self.runner.assign(started)

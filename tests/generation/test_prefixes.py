@@ -17,7 +17,7 @@ import pytest
 
 import dms_jax
 from dms_jax.errors import ConfigError
-from dms_jax.generation import Engine, Sampling
+from dms_jax.generation import Engine, Sampling, programs
 from dms_jax.generation import prefixes as prefixes_module
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.requests import make_request
@@ -233,18 +233,43 @@ def test_concurrent_turns_take_over_the_pages_of_their_sessions():
     """Four sessions at a time, in a pool for little more than their last states: 17 pages a row.
 
     With copies of the continued states the pool would need 30 pages a row, and sessions would lose
-    their states to each other.
+    their states to each other. All four are loaded at once.
     """
     engine = engine_of("evicts", 4, prefix_cache=0)
     given = [story_tokens()[100 * each : 100 * each + 17] for each in range(1, 5)]
-    with squeezed_with_prefixes(engine, 19 * 20):
+    loads = mock.patch.object(programs, "load_lanes", wraps=programs.load_lanes)
+    with squeezed_with_prefixes(engine, 19 * 20), loads as loaded:
         for turn in range(6):
             found = ask(engine, "evicts", given, dataclasses.replace(SHORT, max_new_tokens=3))
             assert cached(found) == [turn and 10 + 9 * turn] * 4
+            assert loaded.call_count == turn
             given = [
                 prompt + one.tokens + [5 + turn] * 6
                 for prompt, one in zip(given, found, strict=True)
             ]
+
+
+@pytest.mark.parametrize(("pages", "expected"), [(7, [(), ()]), (20, [(32,), (48,)])])
+def test_prompt_does_not_stop_for_state_without_room(pages, expected):
+    """A turn of a session is prefilled at once if the end of its prompt becomes no state."""
+    engine = engine_of("evicts", 4, prefix_cache=0)
+    given, stops = story_tokens()[:17], []
+
+    def recorded(*args, lane=None, **options):
+        found = original(*args, lane=lane, **options)
+        if lane is not None:
+            stops.append(found)
+        return found
+
+    original = engine.runner.prefixes.stops
+    with (
+        squeezed_with_prefixes(engine, pages * 20),
+        mock.patch.object(engine.runner.prefixes, "stops", recorded),
+    ):
+        for _ in range(3):
+            (one,) = ask(engine, "evicts", [given], dataclasses.replace(SHORT, max_new_tokens=3))
+            given = given + one.tokens + [7] * 13
+    assert stops == [(16,), *expected]
 
 
 def test_turn_ended_by_stop_string_keeps_prompt():

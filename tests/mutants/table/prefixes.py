@@ -29,4 +29,18 @@ MUTANTS = [
         "",
         (f"{PREFIXES}::test_questions_prefill_shared_document_once",),
     ),
+    Mutant(
+        "prefixes: a prompt stops for a state without room",
+        FOLDER + "prefixes.py",
+        "if self.keeps and (lane is None or self._keeps_end(lane, request)):",
+        "if self.keeps:",
+        (f"{PREFIXES}::test_prompt_does_not_stop_for_state_without_room",),
+    ),
+    Mutant(
+        "copies: a page is read before an earlier copy writes it",
+        FOLDER + "copies.py",
+        "if self._written[sources].any() or self._written[targets].any():",
+        "if self._written[targets].any():",
+        ("tests/generation/test_copies.py",),
+    ),
 ]
