@@ -54,7 +54,7 @@ from dms_jax.checks import (
 from dms_jax.errors import ConfigError
 from dms_jax.generation.adapters import GivenAdapter, check_name, choose, replaced
 from dms_jax.generation.grammar import make_matchers
-from dms_jax.generation.in_flight import InFlight
+from dms_jax.generation.in_flight import InFlight, steps_a_program
 from dms_jax.generation.memory import pool_pages
 from dms_jax.generation.notifier import Notifier
 from dms_jax.generation.precompile import compile_all, compile_first
@@ -250,7 +250,7 @@ class Call:
                 self._prefill.shapes,
                 requests,
                 self._rule(),
-                self.in_flight.steps_a_program(num_steps),
+                steps_a_program(self.runner, num_steps),
                 self.in_flight.end_tokens,
                 compiled,
             )
@@ -322,12 +322,12 @@ class Call:
                 extra[lane] = len(tokens)
             if not self._reserve_or_preempt(extra, prompt=batch.prompt):
                 continue  # with the requests that are left, before others are admitted
-            extended = runner.extend(batch)
+            program = runner.extend(batch)
             self._prefill.advance(batch)
             scheduler.record_peak_bytes()
             runner.reservation.trim()
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
-            self.in_flight.add_prefill(extended, requests)
+            self.in_flight.add_prefill(program, requests)
             scheduler.take_prefixes(batch.tokens, self.in_flight.collect_prompts)
             room -= batch.shape.most
             if not (fills_turn and batch.shape.one_pass):
@@ -661,8 +661,7 @@ class Engine:
           BusyError: it is serving a call.
         """
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            in_flight = InFlight(self.runner, self.end_tokens)
-            sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}
+            sizes = {steps_a_program(self.runner, self.chunk), self.steps_between_prompts}
             return compile_all(self.runner, self.shapes, sizes, self.end_tokens)
 
     @property
