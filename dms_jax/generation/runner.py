@@ -145,7 +145,7 @@ def build_batch(
     num_lanes: int,
     shape: Shape,
     fixed_lanes: bool,
-    groups: int = 1,
+    groups: int,
 ) -> tuple[Int[np.ndarray, " b"], Int[np.ndarray, "b T"], Int[np.ndarray, " b"]]:
     """Returns the entries of a prefill program: lanes, padded tokens, counts.
 
