@@ -251,9 +251,9 @@ class Service:
         adapters = [adapter] * len(prompts)
         config = self.engine.model.config
         requests = make_requests(config, prompts, sampling, adapters=adapters, priority=priority)
-        self.engine.prepare(requests)
         for request in requests:
             self._check_fits(request)
+        self.engine.prepare(requests)
         with self._changed:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
