@@ -231,8 +231,7 @@ class Call:
     @property
     def unfinished(self) -> bool:
         """Whether requests wait or run, or programs are in flight."""
-        scheduler = self.scheduler
-        return bool(scheduler.waiting or scheduler.running or self.in_flight.has_steps)
+        return not self.scheduler.idle or self.in_flight.has_steps
 
     def close(self) -> None:
         """Sends the remaining updates, also after an error."""
@@ -260,14 +259,13 @@ class Call:
     def _accept(self) -> bool:
         """Queues new requests; returns whether there are requests to serve or may be later."""
         scheduler, incoming = self.scheduler, self.source.incoming
-        idle = not (scheduler.waiting or scheduler.running)
-        if idle:
+        if idle := scheduler.idle:
             self._notifier.notify()
             self.in_flight.collect_steps()  # of answers that a stop string ended
         came = None if incoming is None else incoming(idle)
         self.engine.prepare(came or ())  # unless the source did
         scheduler.accept(came or ())
-        return came is not None or bool(scheduler.waiting or scheduler.running)
+        return came is not None or not scheduler.idle
 
     def _rule(self) -> Filter | None:
         """Returns the filter of the next program, shared or per lane; None if answers are given."""

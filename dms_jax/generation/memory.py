@@ -208,7 +208,7 @@ def pool_pages(
     max_tokens: int,
     page_size: int,
     memory: float | int | None,
-    kv_dtype: str | None,
+    kv_dtype: str | None = None,
 ) -> int:
     """Returns the number of pages of the pool: those that lanes may need, limited by `memory`.
 

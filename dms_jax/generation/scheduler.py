@@ -281,6 +281,11 @@ class Scheduler:
             self._note(request)
 
     @property
+    def idle(self) -> bool:
+        """Whether no request waits or has a lane."""
+        return not (self.waiting or self.running)
+
+    @property
     def decoding(self) -> dict[int, Request]:
         """The requests whose prompts are in the cache, by lane."""
         return {lane: each for lane, each in self.running.items() if each.state is State.DECODE}
