@@ -263,7 +263,7 @@ class Call:
             self._notifier.notify()
             self.in_flight.collect_steps()  # of answers that a stop string ended
         came = None if incoming is None else incoming(idle)
-        self.engine.prepare(came or ())  # unless the source did
+        self.engine.check_requests(came or ())  # unless the source did
         scheduler.accept(came or ())
         return came is not None or not scheduler.idle
 
@@ -538,7 +538,7 @@ class Engine:
         stay as they are. Raises as `serve` does.
         """
         requests = list(source.requests)
-        self.prepare(requests)
+        self.check_requests(requests)
         done = keep_finished(lambda: finished(requests))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests)
@@ -555,7 +555,7 @@ class Engine:
             finally:
                 call.close()
 
-    def prepare(self, requests: Sequence[Request]) -> None:
+    def check_requests(self, requests: Sequence[Request]) -> None:
         """Checks that requests can run here, and makes the matchers of their grammars.
 
         `serve` does it. Compiling a large grammar can take a second: a server calls this before, in
@@ -667,6 +667,12 @@ class Engine:
         """The requests in lanes, oldest first; after an error, those that were in lanes then."""
         call = self._call
         return [] if call is None else list(call.scheduler.running.values())
+
+    @property
+    def cancelled(self) -> set[int]:
+        """The indices of requests to cancel; after an error, those that had not ended by then."""
+        call = self._call
+        return set() if call is None else set(call.scheduler.cancelled)
 
     def check_room(self, requests: list[Request]) -> None:
         """Refuses requests that can never fit, before any of them runs.
