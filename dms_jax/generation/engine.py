@@ -54,7 +54,7 @@ from dms_jax.checks import (
 from dms_jax.errors import ConfigError
 from dms_jax.generation.adapters import GivenAdapter, check_name, choose, replaced
 from dms_jax.generation.grammar import make_matchers
-from dms_jax.generation.in_flight import InFlight
+from dms_jax.generation.in_flight import InFlight, steps_a_program
 from dms_jax.generation.memory import pool_pages
 from dms_jax.generation.notifier import Notifier
 from dms_jax.generation.precompile import compile_all, compile_first
@@ -231,8 +231,7 @@ class Call:
     @property
     def unfinished(self) -> bool:
         """Whether requests wait or run, or programs are in flight."""
-        scheduler = self.scheduler
-        return bool(scheduler.waiting or scheduler.running or self.in_flight.has_steps)
+        return not self.scheduler.idle or self.in_flight.has_steps
 
     def close(self) -> None:
         """Sends the remaining updates, also after an error."""
@@ -250,7 +249,7 @@ class Call:
                 self._prefill.shapes,
                 requests,
                 self._rule(),
-                self.in_flight.steps_a_program(num_steps),
+                steps_a_program(self.runner, num_steps),
                 self.in_flight.end_tokens,
                 compiled,
             )
@@ -260,14 +259,13 @@ class Call:
     def _accept(self) -> bool:
         """Queues new requests; returns whether there are requests to serve or may be later."""
         scheduler, incoming = self.scheduler, self.source.incoming
-        idle = not (scheduler.waiting or scheduler.running)
-        if idle:
+        if idle := scheduler.idle:
             self._notifier.notify()
             self.in_flight.collect_steps()  # of answers that a stop string ended
         came = None if incoming is None else incoming(idle)
-        self.engine.prepare(came or ())  # unless the source did
+        self.engine.check_requests(came or ())  # unless the source did
         scheduler.accept(came or ())
-        return came is not None or bool(scheduler.waiting or scheduler.running)
+        return came is not None or not scheduler.idle
 
     def _rule(self) -> Filter | None:
         """Returns the filter of the next program, shared or per lane; None if answers are given."""
@@ -322,12 +320,12 @@ class Call:
                 extra[lane] = len(tokens)
             if not self._reserve_or_preempt(extra, prompt=batch.prompt):
                 continue  # with the requests that are left, before others are admitted
-            extended = runner.extend(batch)
+            program = runner.extend(batch)
             self._prefill.advance(batch)
             scheduler.record_peak_bytes()
             runner.reservation.trim()
             requests = {lane: scheduler.running[lane] for lane in batch.tokens}
-            self.in_flight.add_prefill(extended, requests)
+            self.in_flight.add_prefill(program, requests)
             scheduler.take_prefixes(batch.tokens, self.in_flight.collect_prompts)
             room -= batch.shape.most
             if not (fills_turn and batch.shape.one_pass):
@@ -540,7 +538,7 @@ class Engine:
         stay as they are. Raises as `serve` does.
         """
         requests = list(source.requests)
-        self.prepare(requests)
+        self.check_requests(requests)
         done = keep_finished(lambda: finished(requests))
         with done, unless_busy(self._lock, "The engine"), compilation.reported("Generation"):
             self.check_room(requests)
@@ -557,7 +555,7 @@ class Engine:
             finally:
                 call.close()
 
-    def prepare(self, requests: Sequence[Request]) -> None:
+    def check_requests(self, requests: Sequence[Request]) -> None:
         """Checks that requests can run here, and makes the matchers of their grammars.
 
         `serve` does it. Compiling a large grammar can take a second: a server calls this before, in
@@ -661,8 +659,7 @@ class Engine:
           BusyError: it is serving a call.
         """
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            in_flight = InFlight(self.runner, self.end_tokens)
-            sizes = {in_flight.steps_a_program(self.chunk), self.steps_between_prompts}
+            sizes = {steps_a_program(self.runner, self.chunk), self.steps_between_prompts}
             return compile_all(self.runner, self.shapes, sizes, self.end_tokens)
 
     @property
@@ -670,6 +667,12 @@ class Engine:
         """The requests in lanes, oldest first; after an error, those that were in lanes then."""
         call = self._call
         return [] if call is None else list(call.scheduler.running.values())
+
+    @property
+    def cancelled(self) -> set[int]:
+        """The indices of requests to cancel; after an error, those that had not ended by then."""
+        call = self._call
+        return set() if call is None else set(call.scheduler.cancelled)
 
     def check_room(self, requests: list[Request]) -> None:
         """Refuses requests that can never fit, before any of them runs.

@@ -17,7 +17,7 @@ from dms_jax.generation.checked_steps import CheckedSteps
 from dms_jax.generation.grammar import GrammarError, OpeningMatcher, masks_of
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, State, check_finite
-from dms_jax.generation.runner import Extended, Runner, StepsInFlight
+from dms_jax.generation.runner import PrefillInFlight, Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter, Given
 
 # From this many lanes on, end tokens are unlikely to end all answers within one chunk.
@@ -89,7 +89,7 @@ class InFlight:
         Args:
           running: lane -> its request.
           rule: sampling settings; None if answers are given.
-          num_steps: number of steps, in programs of `steps_a_program`.
+          num_steps: number of steps; see `steps_a_program`.
           reserved: number of steps for which each lane has pages.
           meanwhile: work of the host, in short parts, to do while it waits for tokens to check.
 
@@ -117,7 +117,7 @@ class InFlight:
             self._take_checked()
             return
         self._settle()
-        size = self.steps_a_program(num_steps)
+        size = steps_a_program(self.runner, num_steps)
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once if only first tokens were asked for
                 return
@@ -177,13 +177,6 @@ class InFlight:
         if self.checked is not None:
             self.checked.close()
 
-    def steps_a_program(self, num_steps: int) -> int:
-        """Returns the steps of each program of a chunk."""
-        if self.runner.host is not None:  # KCache's values are written between programs
-            return num_steps
-        least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))
-        return next(size for size in range(least, num_steps + 1) if num_steps % size == 0)
-
     def may_run_on(self, running: Mapping[int, Request]) -> bool:
         """Whether programs of steps may stay in flight while their results are not needed.
 
@@ -212,16 +205,16 @@ class InFlight:
                 self.last_tokens = steps.tokens[-1]
             record_steps(steps, running)
 
-    def add_prefill(self, extended: Extended, requests: Mapping[int, Request]) -> None:
+    def add_prefill(self, program: PrefillInFlight, requests: Mapping[int, Request]) -> None:
         """Records the cache use of a prefill program when it is collected.
 
         Args:
-          extended: the program.
+          program: the program.
           requests: lane -> the request whose tokens it ran.
         """
 
         def record() -> None:
-            for lane, (live, held, left) in extended.usage().items():
+            for lane, (live, held, left) in program.usage().items():
                 meter = requests[lane].meter
                 meter.add(live, held=held)
                 meter.finish(left)  # the next token may come after a stop string
@@ -287,6 +280,14 @@ class InFlight:
         assert not self.drawn, "first tokens are collected before others are launched"
         self.drawn = frozenset(fresh)
         self._records.append(record)
+
+
+def steps_a_program(runner: Runner, num_steps: int) -> int:
+    """Returns the steps of each program of a chunk of `num_steps` steps."""
+    if runner.host is not None:  # KCache's values are written between programs
+        return num_steps
+    least = min(num_steps, max(_FEWEST_STEPS, num_steps // _PROGRAMS))
+    return next(size for size in range(least, num_steps + 1) if num_steps % size == 0)
 
 
 def record_steps(steps: Steps, running: Mapping[int, Request]) -> None:

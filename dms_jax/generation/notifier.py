@@ -31,26 +31,26 @@ class _Pending:
     text: str | None
 
 
-@dataclasses.dataclass
 class Notifier:
     """Decides which requests have ended, decodes texts, records usage, and calls back.
 
-    Attributes:
+    Args:
       tracker: decodes the texts.
       on_tokens, on_notified, on_end: see `engine.Source`.
     """
 
-    tracker: TextTracker
-    on_tokens: OnTokens | None = None
-    on_notified: Callable[[], None] | None = None
-    on_end: Callable[[Request], None] | None = None
-    _ended: collections.deque[tuple[Request, dict[str, Any]]] = dataclasses.field(
-        default_factory=collections.deque
-    )
-    _pending: collections.deque[_Pending] = dataclasses.field(default_factory=collections.deque)
-    _calls: collections.deque[Callable[[], None]] = dataclasses.field(
-        default_factory=collections.deque
-    )
+    def __init__(
+        self,
+        tracker: TextTracker,
+        on_tokens: OnTokens | None,
+        on_notified: Callable[[], None] | None,
+        on_end: Callable[[Request], None] | None,
+    ):
+        self.tracker, self.on_tokens = tracker, on_tokens
+        self.on_notified, self.on_end = on_notified, on_end
+        self._ended = collections.deque[tuple[Request, dict[str, Any]]]()  # with their usage
+        self._pending = collections.deque[_Pending]()
+        self._calls = collections.deque[Callable[[], None]]()  # of listeners, with final text
 
     def settle(self, request: Request) -> None:
         """Sets the finish reason of a request whose new tokens end it, and queues its update."""

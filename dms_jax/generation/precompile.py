@@ -58,7 +58,7 @@ def compile_first(
       end_tokens: token ids that end an answer.
       compiled: keys of earlier calls; the key of this one is added.
     """
-    if any(request.seen or request.before for request in requests):
+    if any(request.seen for request in requests):
         return
     num_lanes = runner.num_lanes
     # Equal prompts are prefilled once; chains mostly share one list object.

@@ -217,8 +217,7 @@ class Prefixes:
         """Whether a request can use prefixes: not if it continues a conversation."""
         if self._on_mesh or not (self.keeps or self.closed):
             return False
-        past = request.seen or request.before or request.base is not None
-        return bool(request.prompt) and not past
+        return bool(request.prompt) and not request.seen and request.base is None
 
     def note(self, request: "Request") -> None:
         """Adds the prompt of a queued request to the tree."""

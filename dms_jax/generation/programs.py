@@ -91,8 +91,7 @@ class Program:
 
     Args:
       function: the function to compile.
-      gpu_options: compiler options on a GPU.
-      other_options: compiler options on other platforms.
+      gpu_options: compiler options on a GPU; elsewhere they are `OPTIONS`.
       on_gpu: keyword arguments passed to the function on a GPU.
       static_argnums: the arguments that are not arrays.
       **options: arguments of `jax.jit`.
@@ -103,7 +102,6 @@ class Program:
         function: Callable,
         *,
         gpu_options: dict[str, Any] = GPU_OPTIONS,
-        other_options: dict[str, Any] = OPTIONS,
         on_gpu: dict[str, Any] | None = None,
         static_argnums: tuple[int, ...] = (),
         **options: Any,
@@ -111,14 +109,14 @@ class Program:
         functools.update_wrapper(self, function)
         self._static = static_argnums
         options |= {"static_argnums": static_argnums}
-        self._anywhere = jax.jit(function, compiler_options=other_options, **options)
+        self._anywhere = jax.jit(function, compiler_options=OPTIONS, **options)
         given = functools.partial(function, **(on_gpu or {}))
         self.on_gpu = jax.jit(given, compiler_options=gpu_options, **options)
         self._made_of = (
             function,
             {
                 "gpu": gpu_options,
-                "other": other_options,
+                "other": OPTIONS,
                 "on_gpu": on_gpu or {},
                 **options,
             },

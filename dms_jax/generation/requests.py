@@ -86,7 +86,8 @@ class Request:
 
     Attributes:
       index: index of the prompt in the call.
-      prompt: token ids of the prompt.
+      prompt: token ids of the prompt; a later turn of a conversation begins with the last token of
+        the answer before it, which is not cached yet.
       seed: seed of its random draws.
       copy: number of equal prompts before it in the call; each copy draws differently.
       max_new_tokens: the most tokens that it may generate.
@@ -94,7 +95,6 @@ class Request:
       max_length: length that the sequence can reach: past, prompt and longest answer.
       sampling: how its tokens are drawn and when it ends.
       adapter: name of its adapter; None for the plain model.
-      before: tokens before the prompt that are not cached yet (the last of a conversation).
       seen: tokens of a conversation's earlier turns, which are cached.
       base: the lane that holds those turns, if it must not change; the request continues a copy.
       priority: lower numbers are admitted first and preempted last; equal ones in order of arrival.
@@ -124,7 +124,6 @@ class Request:
     meter: Meter
     sampling: Sampling
     adapter: str | None = None
-    before: list[int] = dataclasses.field(default_factory=list)
     seen: int = 0
     base: int | None = None
     priority: int = 0
@@ -186,7 +185,8 @@ class Past:
     """The part of a conversation that a request continues.
 
     Attributes:
-      before, seen, base: see `Request`.
+      before: its tokens that are not cached yet: the last one of its last answer.
+      seen, base: see `Request`.
     """
 
     before: tuple[int, ...] = ()
@@ -285,7 +285,7 @@ def make_request(
     max_new_tokens = min(sampling.max_new_tokens, room)
     return Request(
         index=index,
-        prompt=prompt,
+        prompt=[*past.before, *prompt] if past.before else prompt,
         seed=seed,
         copy=copy,
         max_new_tokens=max_new_tokens,
@@ -293,7 +293,6 @@ def make_request(
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
         sampling=sampling,
         adapter=adapter,
-        before=list(past.before),
         seen=past.seen,
         base=past.base,
         priority=priority,
@@ -361,7 +360,7 @@ def check_finite(drawn: Iterable[tuple[Request, np.bool_ | np.ndarray]]) -> None
     wrong = [(request, finite) for request, finite in drawn if not np.all(finite)]
     if wrong:
         request, finite = wrong[0]
-        position = len(request.before) + len(request.prompt) + len(request.generated)
+        position = len(request.prompt) + len(request.generated)
         position += int(np.argmin(finite))  # the first bad one
         raise NotNumbersError(
             f"The model's logits are not numbers (NaN) at token {position} of prompt "
@@ -384,14 +383,13 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
     """
     meter = dataclasses.replace(request.meter)
     meter.add(*request.totals())
-    prompt_tokens = len(request.before) + len(request.prompt)
-    seen = request.seen + prompt_tokens + len(request.generated) - 1
+    seen = request.seen + len(request.prompt) + len(request.generated) - 1
     if not request.generated:  # cancelled, perhaps in the middle of its prompt
         seen = cached
     if cached == seen:  # nothing came after a stop string
         meter.finish(live)
     request.usage = meter.usage(
-        prompt_tokens=prompt_tokens, new_tokens=len(request.generated), seen=seen, **held
+        prompt_tokens=len(request.prompt), new_tokens=len(request.generated), seen=seen, **held
     )
 
 

@@ -19,14 +19,8 @@ from dms_jax.policies import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptsInFlight:
-    """A prefill program in flight, until the lengths after it are collected.
-
-    Attributes:
-      lengths: Int[L, B, K] on the device, the slots in use of each row after it.
-      counts: Int[B], number of tokens per lane.
-      ends: Bool[B], whether they complete the prompt of the lane.
-    """
+class _Prompts:
+    """The last prefill program, until the lengths after it are collected; see `add_prompts`."""
 
     lengths: Array
     counts: Int[np.ndarray, " B"]
@@ -83,7 +77,7 @@ class Reservation:
         self.allocator = allocator
         self._lengths = np.zeros(allocator.reserved.shape, np.int64)
         num_lanes = self._lengths.shape[1]
-        self._prompts: PromptsInFlight | None = None  # not collected yet
+        self._prompts: _Prompts | None = None  # not collected yet
         self.steps_in_flight = np.zeros(num_lanes, np.int64)
         self.epochs = np.zeros(num_lanes, np.int64)
 
@@ -105,16 +99,25 @@ class Reservation:
         """Counts tokens that a program adds to every row of their lanes without evicting any."""
         self._lengths = self.lengths + counts[:, None]
 
-    def add_prompts(self, prompts: PromptsInFlight, *, prompt: bool) -> None:
+    def add_prompts(
+        self,
+        lengths: Array,
+        counts: Int[np.ndarray, " B"],
+        ends: Bool[np.ndarray, " B"],
+        *,
+        prompt: bool,
+    ) -> None:
         """Counts the tokens of a prefill program that was launched.
 
         Args:
-          prompts: the program.
+          lengths: Int[L, B, K] on the device, the slots in use of each row after it.
+          counts: number of its tokens per lane.
+          ends: whether they complete the prompt of the lane.
           prompt: whether its tokens belong to prompts.
         """
         self.collect_prompts()  # those before it, while it runs
-        self.allocator.trim(self.slots_after(prompts.counts, prompt=prompt))
-        self._prompts = prompts
+        self.allocator.trim(self.slots_after(counts, prompt=prompt))
+        self._prompts = _Prompts(lengths, counts, ends)
 
     def add_steps(self, most: Int[np.ndarray, " B"]) -> None:
         """Counts the steps of a program that was launched, at most `most` of each lane."""

@@ -46,7 +46,7 @@ from dms_jax.generation.prefill import (
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.generation.programs import Packed, Steps
 from dms_jax.generation.requests import Request
-from dms_jax.generation.reservation import PromptsInFlight, Reservation
+from dms_jax.generation.reservation import Reservation
 from dms_jax.generation.sampling import Filter, Given
 from dms_jax.interrupts import Working
 from dms_jax.model.adapters import Slots
@@ -59,7 +59,7 @@ CELLS = 2**13  # cells of the page table changed at a time; smaller tables are s
 
 
 @dataclasses.dataclass(frozen=True)
-class Extended:
+class PrefillInFlight:
     """A prefill program in flight.
 
     Attributes:
@@ -146,7 +146,7 @@ def build_batch(
     num_lanes: int,
     shape: Shape,
     fixed_lanes: bool,
-    groups: int = 1,
+    groups: int,
 ) -> tuple[Int[np.ndarray, " b"], Int[np.ndarray, "b T"], Int[np.ndarray, " b"]]:
     """Returns the entries of a prefill program: lanes, padded tokens, counts.
 
@@ -464,7 +464,7 @@ class Runner:
         host = None if self.host is None else self.host.rows
         return self.model.transformer, self.cache, host
 
-    def extend(self, batch: PrefillBatch) -> Extended:
+    def extend(self, batch: PrefillBatch) -> PrefillInFlight:
         """Launches the next tokens of some lanes through the cache (pages must be reserved)."""
         num_lanes, shape = self.num_lanes, batch.shape
         lanes, tokens, counts = build_batch(
@@ -502,10 +502,11 @@ class Runner:
         if self._keeps_all:
             self.reservation.add_uniform(added)
         else:
-            prompts = PromptsInFlight(extension.lengths, added, ends[:-1])
-            self.reservation.add_prompts(prompts, prompt=batch.prompt)
+            given = extension.lengths, added, ends[:-1]
+            self.reservation.add_prompts(*given, prompt=batch.prompt)
         all_rows = self.model.config.num_layers * self.model.config.num_kv_heads
-        return Extended(extension, entries, all_rows * shape.one_pass, self.policy.shrinks)
+        rows = all_rows * shape.one_pass
+        return PrefillInFlight(extension, entries, rows, self.policy.shrinks)
 
     def decode(
         self,

@@ -159,7 +159,7 @@ class Admission:
         runner = self.runner
         pages = runner.reservation.allocator.pages_per_shard
         rows = runner.model.config.num_layers * runner.model.config.num_kv_heads
-        tokens = request.seen + len(request.before) + len(request.prompt) + len(request.generated)
+        tokens = request.seen + len(request.prompt) + len(request.generated)
         # A pool has no more pages than its lanes need for sequences of the length it is made for.
         beyond = request.max_length > runner.max_tokens
         more = f"a larger `max_tokens` (it is {runner.max_tokens}), more" if beyond else "more"
@@ -214,12 +214,12 @@ class Admission:
         return self.runner.reservation.lengths[:, request.base]
 
     def _first_slots(self, request: Request) -> int:
-        first = min(len(request.before) + len(request.prompt), self.prefill_chunk)
+        first = min(len(request.prompt), self.prefill_chunk)
         return first + min(self.chunk, request.remaining)
 
     def _prompt_slots(self, request: Request) -> int:
         """Returns a lower bound on the slots that a row needs by the end of the prompt."""
-        tokens = len(request.before) + len(request.prompt)
+        tokens = len(request.prompt)
         return tokens if self.runner.reservation.shrinks else self._at_least(tokens)
 
     def _last_slots(self, request: Request) -> int:
@@ -227,7 +227,7 @@ class Admission:
 
         Its last token is not cached.
         """
-        tokens = len(request.before) + len(request.prompt) + request.max_new_tokens - 1
+        tokens = len(request.prompt) + request.max_new_tokens - 1
         by_token = bool(self.end_tokens) and not request.sampling.ignore_eos
         if request.given is None and (by_token or request.sampling.stop_strings):
             return self._prompt_slots(request)
@@ -279,6 +279,11 @@ class Scheduler:
         self._keep = keep
         for request in requests:
             self._note(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or has a lane."""
+        return not (self.waiting or self.running)
 
     @property
     def decoding(self) -> dict[int, Request]:
@@ -390,7 +395,7 @@ class Scheduler:
         It is recomputed as an answer if the policy distinguishes answers from prompts. The last
         token of an answer is never in the cache.
         """
-        policy, prompt, answer = self.runner.policy, request.before + request.prompt, []
+        policy, prompt, answer = self.runner.policy, request.prompt, []
         key = None  # no prompt, or an answer after it: not shared
         if prompt and len(request.generated) <= 1:
             shard = self.runner.reservation.allocator.shard_of(lane)

@@ -194,7 +194,6 @@ class Service:
         self._jobs: dict[int, _Job] = {}  # unfinished requests by index, oldest first
         self._queue: collections.deque[Request] = collections.deque()  # not polled yet
         self._to_cancel: set[int] = set()  # indices that the engine does not have yet
-        self._cancelling: set[int] = set()  # indices that the engine has, until they end
         self._changes: dict[str, _Change] = {}  # pending replacements of adapters, by name
         # Notified when the queue, `_to_cancel`, `_changes` or `draining` change.
         self._changed = threading.Condition()
@@ -251,9 +250,9 @@ class Service:
         adapters = [adapter] * len(prompts)
         config = self.engine.model.config
         requests = make_requests(config, prompts, sampling, adapters=adapters, priority=priority)
-        self.engine.prepare(requests)
         for request in requests:
             self._check_fits(request)
+        self.engine.check_requests(requests)
         with self._changed:
             if self.failure is not None:
                 raise DrainingError(_FAILED)
@@ -435,7 +434,6 @@ class Service:
         self.engine.cancel(cancelled)
         for request in dropped:
             self._fail(request, DrainingError("The request was cancelled."))
-        self._cancelling = (self._cancelling | cancelled) & self._jobs.keys()
         return None if last else admitted
 
     def _waits_for_adapter(self, request: Request) -> bool:
@@ -503,8 +501,7 @@ class Service:
             stopped = stopped or sorted(requests, key=lambda each: each.index in queued)[:1]
             failed = {request.index for request in stopped}
             self._queue = collections.deque(each for each in requests if each.index not in failed)
-            # the engine has forgotten these cancellations
-            self._to_cancel |= self._cancelling - failed
+            self._to_cancel |= self.engine.cancelled - failed  # which the next call does not know
         for request in stopped:
             self._fail(request, error)
         if not stopped:  # the engine itself cannot start

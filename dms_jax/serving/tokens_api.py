@@ -56,7 +56,7 @@ def detokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
         raise RefusalError("tokens is missing.", param="tokens")
     _check_tokenizer(served)
     with naming("tokens"):
-        tokens = encode_prompt(served, given["tokens"], name="tokens", most=None)
+        tokens = encode_prompt(served, given["tokens"], name="tokens")
         return {"prompt": served.tokenizer.decode(tokens, skip_special_tokens=False)}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dms_jax
-from dms_jax.generation.in_flight import InFlight
+from dms_jax.generation.in_flight import steps_a_program
 from dms_jax.generation.prefill import PrefillQueue
 from dms_jax.model.caching import page_bytes
 from dms_jax.serving import Service
@@ -129,8 +129,7 @@ def test_warm_server_compiles_nothing(name, monkeypatch):
         prefill_tokens=128,
         prefix_cache=1e6,
     )
-    in_flight = InFlight(service.engine.runner, service.engine.end_tokens)
-    assert in_flight.steps_a_program(16) == 8  # a chunk is two programs
+    assert steps_a_program(service.engine.runner, 16) == 8  # a chunk is two programs
     assert len(service.engine.shapes.one_pass.widths) == (2 if prefill_chunk == 64 else 1)
     widths = service.engine.runner.reservation.table_widths()
     assert len(widths) == (2 if page_size == 4 else 1)
