@@ -216,7 +216,7 @@ class InFlight:
         def record() -> None:
             for lane, (live, held, left) in program.usage().items():
                 meter = requests[lane].meter
-                meter.add(live, held=held)
+                meter.add((int(live.max()), int(live[-1])), held=held)
                 meter.finish(left)  # the next token may come after a stop string
                 meter.prefilled += len(live)
 

@@ -502,6 +502,11 @@ def encode_prompt(
         raise DataError(f"{name} is empty. Give at least one token.")
     try:
         check_tokens(np.asarray(tokens, np.int64), model.config)
+    except OverflowError:
+        place, token = next((n, x) for n, x in enumerate(tokens) if not -(2**63) <= x < 2**63)
+        raise DataError(
+            f"{name} has {show(token)} at place {place}, which is not a token id."
+        ) from None
     except DataError as error:
         raise type(error)(f"{name}: {error}") from None
     return tokens
@@ -560,13 +565,11 @@ def _ids(prompt: Any, name: str) -> list[int]:
             f"{name} must be a string, chat messages or a list of token ids, got {show(prompt)}."
         )
     # Fast path for plain integers: checking 32,768 of them one by one took 32 ms.
-    if set(map(type, prompt)) == {int} and -(2**63) <= min(prompt) <= max(prompt) < 2**63:
+    if set(map(type, prompt)) == {int}:
         return list(prompt)
     for place, token in enumerate(prompt):
         if not is_whole(token):
             raise DataError(
                 f"{name} holds {show(token)} at place {place}; token ids are whole numbers."
             )
-        if not -(2**63) <= token < 2**63:
-            raise DataError(f"{name} has {show(token)} at place {place}, which is not a token id.")
     return [int(token) for token in prompt]

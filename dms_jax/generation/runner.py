@@ -74,7 +74,7 @@ class PrefillInFlight:
     rows: int
     cuts: bool
 
-    def usage(self) -> dict[int, tuple[list[int], int, int]]:
+    def usage(self) -> dict[int, tuple[Int[np.ndarray, " n"], int, int]]:
         """Waits for the program; returns the use of the cache by lane, summed over its rows.
 
         These are the live slots after each token, the slots held at once (0 if the tokens ran one
@@ -84,9 +84,9 @@ class PrefillInFlight:
         before = np.asarray(self.results.before) if self.rows else np.zeros(len(live), int)
         left = np.asarray(self.results.lengths).sum((0, 2)) if self.cuts else None
         for lane, (entry, count) in self.entries.items():
-            own = live[entry, :count].tolist()
+            own = live[entry, :count]
             held = int(before[entry]) + self.rows * count
-            found[lane] = own, held, own[-1] if left is None else int(left[lane])
+            found[lane] = own, held, int(own[-1] if left is None else left[lane])
         return found
 
 
@@ -133,6 +133,12 @@ class Chunk(StepsInFlight):
         # A lane without steps was idle, perhaps after an end token, and may have been reused since.
         ended = np.isin(steps.tokens[-1], self.end_tokens) & (self.most > 0)
         return steps, ended & ~self.endless
+
+
+def _send_to_host(results: Any) -> None:
+    """Starts the transfer of a program's results, which is waited for when they are read."""
+    for leaf in jax.tree.leaves(results):
+        leaf.copy_to_host_async()
 
 
 def sends_changes(size: int) -> bool:
@@ -504,6 +510,7 @@ class Runner:
         else:
             given = extension.lengths, added, ends[:-1]
             self.reservation.add_prompts(*given, prompt=batch.prompt)
+        _send_to_host((extension.live, extension.before, extension.lengths))
         all_rows = self.model.config.num_layers * self.model.config.num_kv_heads
         rows = all_rows * shape.one_pass
         return PrefillInFlight(extension, entries, rows, self.policy.shrinks)
@@ -534,6 +541,7 @@ class Runner:
             self.cache, steps, newest, tail = programs.decode(
                 *self.cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
+        _send_to_host(steps)
         most = np.minimum(remaining, num_steps).astype(np.int64)
         self.reservation.add_steps(most)
         return Chunk(
@@ -659,7 +667,7 @@ class Runner:
         fresh = np.zeros(len(tokens), bool)
         fresh[lanes] = True
         with use_mesh(self.model.mesh):
-            return programs.first_tokens(
+            newest, drawn = programs.first_tokens(
                 self.model.transformer.without_layers(),
                 self.hidden,
                 sources,
@@ -669,6 +677,8 @@ class Runner:
                 fresh,
                 self.everywhere(tokens),
             )
+        _send_to_host(drawn)
+        return newest, drawn
 
     # -- cached prefixes --------------------------------------------------------------------------
 
