@@ -75,14 +75,14 @@ def test_steps_after_cut_have_narrow_page_tables(monkeypatch):
         chunk=4,
         prefill_chunk=64,
     )
-    widths, table_of_steps = [], engine.runner._table_of_steps
+    widths, table_of_steps = [], engine.runner.table_of_steps
 
     def watched(stepping):
         table, own = table_of_steps(stepping)
         widths.append(table.shape[-1])
         return table, own
 
-    monkeypatch.setattr(engine.runner, "_table_of_steps", watched)
+    monkeypatch.setattr(engine.runner, "table_of_steps", watched)
     sampling = dms_jax.Sampling(temperature=0, max_new_tokens=12)
     engine.generate(prompts([140]), sampling=sampling)
     assert engine.runner.reservation.table_width(1) >= 140 // 4  # of prompts
