@@ -225,14 +225,7 @@ class _Calls:
             settings = (policy, self._rule(num_steps), num_steps, end_tokens)
             return [(programs.decode, (*before, self._seeds, *settings))]
         control = np.zeros((3, len(lanes)), np.int32)
-        given = (
-            *self.runner.cached,
-            table,
-            self.runner.blank_undo,
-            tokens,
-            control,
-            self._seeds,
-        )
+        given = *self.runner.cached, table, self.runner.blank_undo, tokens, control, self._seeds
         return [(programs.step, (*given, policy, self._rule(1), end_tokens))]
 
     def update_table(self, pages: int) -> list[_Call]:
@@ -250,26 +243,13 @@ class _Calls:
         calls: list[_Call] = []
         for count in sorted({min(checked_steps.FEW, len(lanes)), len(lanes)}):
             masks = grammar.masks_of({}, count, size)
-            given = (
-                source,
-                lanes,
-                np.zeros(count, np.int32),
-                masks,
-                self._seeds,
-                self._rule(1),
-            )
+            given = source, lanes, np.zeros(count, np.int32), masks, self._seeds, self._rule(1)
             calls.append((programs.redraw, (outer, *given)))
         return calls
 
     def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
-        given = (
-            self._seeds,
-            lanes,
-            self._rule(1, masked),
-            fresh,
-            self.runner.everywhere(lanes),
-        )
+        given = (self._seeds, lanes, self._rule(1, masked), fresh, self.runner.everywhere(lanes))
         return programs.first_tokens, (
             self.runner.model.transformer.without_layers(),
             self.runner.hidden,

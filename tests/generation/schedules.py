@@ -16,7 +16,7 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import answer
 
-# An open stream; closed lists without a listener, and with a prompt or a late one.
+# An open stream; closed lists without a listener, and with one of tokens or of ends.
 MODES = ("open", "list", "heard", "late")
 KEEP_ALL = ("keeps", "might evict")  # rows in which every token stays
 
