@@ -1,6 +1,7 @@
 """Fairness in counted tokens: the delay of answers by prefill, and priorities."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -19,6 +20,7 @@ from tests.generation.support import (
     stories,
     story_tokens,
 )
+from tests.support.instances import nightly_but
 
 pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK, WIDTH, POSITIONS = 4, 8, 192
@@ -83,8 +85,13 @@ def arrivals_at_random(choose, count):
     return requests
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
-@pytest.mark.parametrize("bound", [8, 16, 40])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    nightly_but(
+        [("keeps", 8), ("cuts often", 40)],
+        itertools.product(("keeps", "evicts", "cuts often"), (8, 16, 40)),
+    ),
+)
 def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
     engine = host_engine(name, 6, prefill_tokens=bound, **SHAPE)
     watch = Watch.over(engine, monkeypatch)
