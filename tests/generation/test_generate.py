@@ -57,7 +57,7 @@ def undisturbed(name: str) -> list[Completion]:
 
 
 # `tests/laws/test_memory.py` compares answers of every mechanism in float64, also with preemptions.
-@pytest.mark.parametrize("name", nightly_but({"vanilla", "snapkv"}, MECHANISMS))
+@pytest.mark.parametrize("name", nightly_but({"vanilla"}, MECHANISMS))
 def test_answers_are_the_argmax_of_the_logits(name):
     """Four prompts of different lengths over two lanes."""
     model, given, completions = model_for(name, ends=False), prompts(), undisturbed(name)

@@ -26,7 +26,6 @@ from tests.support.instances import further, nightly_but
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir())
-QUICK = {"gemma3", "gpt_oss"}  # windows of a group and a part, norms; sinks, experts, biases
 TOLERANCE = 1e-9
 PROMPTS = [[5, 17, 42, 8, 30, 11, 9, 3, 27, 50, 14], [33, 2, 9], [7, 28, 28, 44, 19, 6, 51, 12]]
 NEW_TOKENS = 9
@@ -67,8 +66,9 @@ def check_answers(model: LanguageModel, policy: Policy, found: list) -> np.ndarr
     return passed
 
 
+# Windows run in `test_windows.py`, and on the mesh below.
 @pytest.mark.parametrize("policy", [dms_jax.Vanilla(), *further(dms_jax.DMS(window=3))])
-@pytest.mark.parametrize("family", nightly_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("family", nightly_but({"gpt_oss"}, FAMILIES))
 def test_the_cache_equals_one_pass(family, policy):
     if family in OF_WINDOWS and policy != dms_jax.Vanilla():
         pytest.skip("every layer has a window: policies other than Vanilla are refused")
