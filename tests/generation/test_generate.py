@@ -1,4 +1,4 @@
-"""The real engine under each mechanism: answers are the argmax of the logits."""
+"""The real engine: usage, end tokens, eight bits, and values on the host; refused requests."""
 
 import dataclasses
 import functools
@@ -15,13 +15,11 @@ from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
-    MECHANISMS,
     NEW_TOKENS,
     SHAPE,
     answer,
     engine_for,
     host_engine,
-    log_softmax,
     model_for,
     prompts,
     results_of,
@@ -29,7 +27,6 @@ from tests.generation.support import (
     text_behind,
 )
 from tests.generation.test_overlap import in_order, spelled
-from tests.support.instances import nightly_but
 
 # These depend on chunks, pages and preemption.
 COSTS = ("cache_bytes", "peak_cache_bytes", "host_bytes", "peak_held_tokens", "prefilled_tokens")
@@ -43,43 +40,19 @@ def same_usage(left, right) -> None:
 
 
 @functools.cache
-def in_float8() -> Engine:
-    """Returns the plain engine with keys and values in eight bits."""
-    model = model_for("vanilla", ends=False)
-    return Engine(model, kv_dtype="float8_e4m3", max_tokens=64, **SHAPE)
-
-
-@functools.cache
-def undisturbed(name: str) -> list[Completion]:
+def undisturbed() -> list[Completion]:
     """Returns the answers to four prompts of different lengths over two lanes."""
-    engine = in_float8() if name == "float8" else engine_for(name)
-    return engine.generate(prompts(), sampling=GREEDY)
+    return engine_for("vanilla").generate(prompts(), sampling=GREEDY)
 
 
-# `tests/laws/test_memory.py` compares answers of every mechanism in float64, also with preemptions.
-@pytest.mark.parametrize("name", nightly_but({"vanilla"}, MECHANISMS))
-def test_answers_are_the_argmax_of_the_logits(name):
-    """Four prompts of different lengths over two lanes."""
-    model, given, completions = model_for(name, ends=False), prompts(), undisturbed(name)
-    assert [completion.finish_reason for completion in completions] == ["length"] * len(given)
-    sequences = np.zeros((len(given), max(LENGTHS) + NEW_TOKENS), np.int32)
-    for row, (prompt, completion) in enumerate(zip(given, completions, strict=True)):
-        assert len(completion.tokens) == NEW_TOKENS
-        sequences[row, : len(prompt) + NEW_TOKENS] = prompt + completion.tokens
-    expected = log_softmax(model.logits(sequences, prompt_lengths=np.array(LENGTHS)))
-    for row, completion in enumerate(completions):
-        steps = expected[row, LENGTHS[row] - 1 :][:NEW_TOKENS]
-        assert completion.tokens == steps.argmax(-1).tolist()
-        chex.assert_trees_all_close(
-            np.array(completion.logprobs), steps.max(-1), rtol=1e-7, atol=1e-4
-        )
+def test_eight_bits_are_preempted_without_a_change(monkeypatch):
+    """The pool is full once both lanes have a chunk of answer; the younger one is preempted.
 
-
-@pytest.mark.parametrize("name", nightly_but({"float8"}, [*MECHANISMS, "float8"]))
-def test_preemption_changes_no_answer(name, monkeypatch):
-    """The pool is full once both lanes have a chunk of answer; the younger one is preempted."""
-    expected = undisturbed(name)
-    engine = in_float8() if name == "float8" else engine_for(name)
+    `tests/laws/test_memory.py` compares answers of every mechanism, with and without preemptions.
+    """
+    model = model_for("vanilla", ends=False)
+    engine = Engine(model, kv_dtype="float8_e4m3", max_tokens=64, **SHAPE)
+    expected = engine.generate(prompts(), sampling=GREEDY)
     fits, left = engine.runner.reservation.fits, results_of(monkeypatch, Scheduler, "preempt")
 
     def full_once(extra, **options):
@@ -110,7 +83,7 @@ def test_host_values_are_written_between_chunks(monkeypatch):
 
 
 def test_usage_of_plain_cache():
-    completions = undisturbed("vanilla")
+    completions = undisturbed()
     config = model_for("vanilla").config
     row_bytes = 2 * 16 * config.head_dim * 4  # one page of keys and values in float32
     rows = config.num_layers * config.num_kv_heads
@@ -132,7 +105,7 @@ def test_usage_of_plain_cache():
 
 def test_first_token_ends_request():
     """The token is collected after the next steps were launched, which must have no effect."""
-    free = undisturbed("vanilla")
+    free = undisturbed()
     end = free[1].tokens[0]
     model = dataclasses.replace(
         model_for("vanilla"), generation=GenerationDefaults(eos_token_ids=(end,))
