@@ -123,6 +123,14 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture(scope="session")
+def stories():
+    """The small model that ships."""
+    import dms_jax
+
+    return dms_jax.load(dms_jax.assets.path("stories260k"))
+
+
 @pytest.fixture
 def bare_notebook(monkeypatch):
     """A notebook without ipywidgets that fails on warnings: rich would warn at every refresh."""

@@ -5,20 +5,11 @@ import dataclasses
 import pytest
 
 from dms_jax.analysis.latency import cache_bytes, operations, step, weight_bytes
-from dms_jax.config import ModelConfig
+from dms_jax.command_line.shapes import SHAPES
 from dms_jax.devices import Device
 from dms_jax.errors import ConfigError
 
-LLAMA_3_8B = ModelConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131_072,
-)
+LLAMA_3_8B = SHAPES["llama-3.1-8b"]
 H100 = Device(80e9, 3.35e12, 989.5e12)  # as the appendix has it
 
 

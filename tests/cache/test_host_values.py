@@ -94,11 +94,6 @@ def test_first_layers_have_separate_pages():
     assert allocator.table[2].min() >= 4
 
 
-@pytest.fixture(scope="module")
-def stories():
-    return dms_jax.load(assets.path("stories260k"))
-
-
 def stories_tokens(model, count: int) -> list[int]:
     text = " ".join(assets.stories("valid")[:8])
     return model.tokenizer.encode(text)[:count]

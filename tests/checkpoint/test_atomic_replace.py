@@ -8,15 +8,9 @@ import sys
 import pytest
 from safetensors import SafetensorError
 
-from dms_jax import assets
 from dms_jax.checkpoint import load, save, tensor_files
 from dms_jax.errors import CheckpointError
 from dms_jax.policies import TOVA, Vanilla
-
-
-@pytest.fixture(scope="module")
-def stories():
-    return load(assets.path("stories260k"))
 
 
 @pytest.fixture

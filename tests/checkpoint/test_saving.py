@@ -23,11 +23,6 @@ SOURCES = [f"families/{family}" for family in FAMILIES if family != "gpt_oss_mxf
 SOURCES += [f"dms/{folder.name}" for folder in sorted((GOLDEN / "dms").iterdir())]
 
 
-@pytest.fixture(scope="module")
-def stories():
-    return load(assets.path("stories260k"))
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_round_trip(source, tmp_path):
     model = load(GOLDEN / source)

@@ -1,14 +1,6 @@
-"""The model of these tests, and scores by arithmetic."""
+"""Scores by arithmetic."""
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def stories():
-    """The small model that ships."""
-    import dms_jax  # after tests/conftest.py has set up jax
-
-    return dms_jax.load(dms_jax.assets.path("stories260k"))
 
 
 @pytest.fixture

@@ -126,6 +126,12 @@ def _answer(prompt: tuple[int, ...], sampling: Sampling, name: str, **given) -> 
     return dataclasses.replace(found, text=text_behind([*prompt], shown))
 
 
+def check_requests(requests: Sequence[Request], name: str = "keeps", **given) -> None:
+    """Compares ended requests with the fakes' answers to each alone."""
+    for each in requests:
+        answer(each.prompt, each.sampling, name, **given).check(each)
+
+
 def requests_of(
     prompts: Sequence[list[int]], samplings: Sequence[Sampling] | Sampling, *, copies: bool = False
 ) -> list[Request]:

@@ -10,7 +10,7 @@ from dms_jax.generation.requests import make_requests
 from tests.generation.support import (
     GREEDY,
     SHAPE,
-    answer,
+    check_requests,
     host_engine,
     prompts,
     requests_of,
@@ -25,12 +25,6 @@ SETTINGS = [
     dms_jax.Sampling(temperature=0.9, top_k=4, max_new_tokens=15, seed=3, logprobs=True),
     dms_jax.Sampling(temperature=1.1, top_p=0.8, min_p=0.01, max_new_tokens=9, seed=4),
 ]
-
-
-def check(requests, name="keeps", **given):
-    """Compares requests with the expected answers."""
-    for each in requests:
-        answer(each.prompt, each.sampling, name, **given).check(each)
 
 
 def test_requests_join_running_call():
@@ -49,7 +43,7 @@ def test_requests_join_running_call():
 
     assert engine.serve(Source(on_tokens=on_tokens, incoming=incoming)) == []
     assert sorted(ended) == [0, 1, 2]
-    check(requests)
+    check_requests(requests)
     assert waited[:2] == [True, False]  # nothing else to do before the first one
     assert max(together) == 2  # the third one came while these ran
     assert not engine.running
@@ -89,7 +83,7 @@ def test_prefill_continues_in_turn_of_preemption(monkeypatch):
     monkeypatch.setattr(engine.runner, "extend", counted)
     with squeezed(engine, 234):
         engine.serve(Source(on_tokens=lambda update: None, incoming=incoming))
-    check(requests, "evicts")
+    check_requests(requests, "evicts")
     # One prefill program per poll until the older one is complete; its last two in one turn.
     assert looks == list(range(5))
     assert others[1].usage.prefilled_tokens > len(given[2])  # the younger one was preempted

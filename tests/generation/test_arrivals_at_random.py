@@ -10,6 +10,7 @@ from dms_jax.generation.requests import Request, make_request
 from tests.generation.schedules import MODES, check_alone, serve_at_random
 from tests.generation.support import host_engine, prompts, squeezed
 from tests.support.fake_programs import ENDS
+from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
 PROMPTS = prompts((5, 30, 40))
@@ -56,13 +57,15 @@ def drawn_requests(config, choose: random.Random, mode: str, ends) -> list[Reque
 @pytest.mark.parametrize(
     ("name", "pages", "ends", "options"),
     [
-        ("might evict", 200, (), dict(chunk=4)),
         ("evicts", 110, ENDS, dict(chunk=4)),
         ("might evict", 200, ENDS, dict(chunk=8, prefill_tokens=8)),
         ("keeps", 180, (), dict(chunk=8)),
         ("evicts", 640, ENDS, dict(chunk=8)),
         ("cuts often", 130, ENDS, dict(chunk=4)),
-        ("cuts", 130, (), dict(chunk=8)),
+        *further(
+            ("might evict", 200, (), dict(chunk=4)),
+            ("cuts", 130, (), dict(chunk=8)),
+        ),
     ],
 )
 def test_each_answer_is_that_of_the_request_alone(name, pages, ends, options):

@@ -45,7 +45,7 @@ def answers(policy, prompts):
 
 @pytest.mark.parametrize(
     "kind",
-    nightly_but([READS["kcache"]], (KINDS | READS).values()),
+    nightly_but([KINDS["streaming"]], (KINDS | READS).values()),
     ids=KINDS | READS,
 )
 def test_budget_is_share_of_request(kind):

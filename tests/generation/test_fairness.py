@@ -1,6 +1,7 @@
 """Fairness in counted tokens: the delay of answers by prefill, and priorities."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from dms_jax.generation.requests import State, make_request
 from dms_jax.generation.scheduler import Scheduler
 from tests.generation.support import (
     GREEDY,
-    answer,
+    check_requests,
     host_engine,
     prompts,
     requests_of,
@@ -19,6 +20,7 @@ from tests.generation.support import (
     stories,
     story_tokens,
 )
+from tests.support.instances import nightly_but
 
 pytestmark = pytest.mark.usefixtures("fakes")
 CHUNK, WIDTH, POSITIONS = 4, 8, 192
@@ -62,11 +64,6 @@ class Watch:
         return list(map(sum, self.turns))
 
 
-def check(requests, name="keeps"):
-    for each in requests:
-        answer(each.prompt, each.sampling, name).check(each)
-
-
 def arrivals_at_random(choose, count):
     """Returns random requests, some of them long."""
     requests = []
@@ -83,8 +80,13 @@ def arrivals_at_random(choose, count):
     return requests
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
-@pytest.mark.parametrize("bound", [8, 16, 40])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    nightly_but(
+        [("keeps", 8), ("cuts often", 40)],
+        itertools.product(("keeps", "evicts", "cuts often"), (8, 16, 40)),
+    ),
+)
 def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
     engine = host_engine(name, 6, prefill_tokens=bound, **SHAPE)
     watch = Watch.over(engine, monkeypatch)
@@ -102,7 +104,7 @@ def test_pauses_are_bounded_by_prefill_tokens(name, bound, monkeypatch):
 
         watch.paused = False
         engine.serve(Source(incoming=incoming))
-        check(requests, name)
+        check_requests(requests, name)
     assert max(watch.pauses) == bound  # the bound is reached and never exceeded
     assert max(map(len, watch.turns)) == bound // WIDTH  # also by one long prompt
 
@@ -121,7 +123,7 @@ def test_chunk_is_one_step_while_prompts_wait(options, steps, monkeypatch):
     sampling = dataclasses.replace(GREEDY, max_new_tokens=60)
     requests = requests_of([story_tokens()[:5], story_tokens()[10:90]], sampling)
     serve_arrivals(engine, [requests[:1], [], requests[1:]], lambda each: None)
-    check(requests)
+    check_requests(requests)
     assert sizes == {True: {1} if steps == 1 else set(), False: {CHUNK}}
 
 
@@ -146,7 +148,7 @@ def test_requests_run_by_priority_then_arrival():
     engine, given = host_engine(lanes=1), prompts((5, 6, 7, 8, 9, 4))
     requests = with_priorities(given, 1, 5, 0, 5, -2, 0)
     assert ends_of(engine, [requests[:5], requests[5:]]) == [4, 2, 5, 0, 1, 3]
-    check(requests)
+    check_requests(requests)
 
 
 @pytest.mark.parametrize("priorities", [(1, 0, 0), (0, 0, 0), (0, 0, 1), (1, 1, 0)])
@@ -174,7 +176,7 @@ def test_least_urgent_youngest_is_preempted(priorities, monkeypatch):
         each.index, each.priority = 3 + each.index, priority
     with squeezed(engine, 7 * 20):
         serve_arrivals(engine, [requests, waiting])
-    check([*requests, *waiting])
+    check_requests([*requests, *waiting])
     assert left[0] == {(1, 0, 0): 0, (0, 0, 0): 2, (0, 0, 1): 2, (1, 1, 0): 1}[priorities]
 
 
@@ -183,7 +185,7 @@ def test_prompt_is_not_shared_across_priorities():
     (prompt,) = prompts((30,))
     requests = with_priorities([prompt] * 3, 1, 0, 0)
     serve_arrivals(host_engine(lanes=4), [requests])
-    check(requests)
+    check_requests(requests)
     assert [each.usage.prefilled_tokens for each in requests] == [30, 30, 0]
 
 
@@ -196,5 +198,5 @@ def test_urgent_request_does_not_wait_for_less_urgent_prefix(urgent):
     requests = with_priorities(given, 1, 1, 0 if urgent else 1)
     serve_arrivals(engine, [requests[:2], [], requests[2:]])
     engine.runner.prefixes.clear()
-    check(requests)
+    check_requests(requests)
     assert [each.usage.cached_tokens for each in requests] == [0, 64, 0 if urgent else 64]

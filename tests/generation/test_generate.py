@@ -1,4 +1,4 @@
-"""The real engine under each mechanism: answers are the argmax of the logits."""
+"""The real engine: usage, end tokens, eight bits, and values on the host; refused requests."""
 
 import dataclasses
 import functools
@@ -10,24 +10,19 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError
 from dms_jax.generation import Completion, Engine
-from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.scheduler import Scheduler
 from dms_jax.model.language_model import GenerationDefaults
 from tests.generation.support import (
     GREEDY,
     LENGTHS,
-    MECHANISMS,
     NEW_TOKENS,
     SHAPE,
     answer,
     engine_for,
     host_engine,
-    log_softmax,
     model_for,
     prompts,
-    requests_of,
     results_of,
-    serve_arrivals,
     stories,
     text_behind,
 )
@@ -45,42 +40,19 @@ def same_usage(left, right) -> None:
 
 
 @functools.cache
-def in_float8() -> Engine:
-    """Returns the plain engine with keys and values in eight bits."""
-    model = model_for("vanilla", ends=False)
-    return Engine(model, kv_dtype="float8_e4m3", max_tokens=64, **SHAPE)
-
-
-@functools.cache
-def undisturbed(name: str) -> list[Completion]:
+def undisturbed() -> list[Completion]:
     """Returns the answers to four prompts of different lengths over two lanes."""
-    engine = in_float8() if name == "float8" else engine_for(name)
-    return engine.generate(prompts(), sampling=GREEDY)
+    return engine_for("vanilla").generate(prompts(), sampling=GREEDY)
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_answers_are_the_argmax_of_the_logits(name):
-    """Four prompts of different lengths over two lanes."""
-    model, given, completions = model_for(name, ends=False), prompts(), undisturbed(name)
-    assert [completion.finish_reason for completion in completions] == ["length"] * len(given)
-    sequences = np.zeros((len(given), max(LENGTHS) + NEW_TOKENS), np.int32)
-    for row, (prompt, completion) in enumerate(zip(given, completions, strict=True)):
-        assert len(completion.tokens) == NEW_TOKENS
-        sequences[row, : len(prompt) + NEW_TOKENS] = prompt + completion.tokens
-    expected = log_softmax(model.logits(sequences, prompt_lengths=np.array(LENGTHS)))
-    for row, completion in enumerate(completions):
-        steps = expected[row, LENGTHS[row] - 1 :][:NEW_TOKENS]
-        assert completion.tokens == steps.argmax(-1).tolist()
-        chex.assert_trees_all_close(
-            np.array(completion.logprobs), steps.max(-1), rtol=1e-7, atol=1e-4
-        )
+def test_eight_bits_are_preempted_without_a_change(monkeypatch):
+    """The pool is full once both lanes have a chunk of answer; the younger one is preempted.
 
-
-@pytest.mark.parametrize("name", [*MECHANISMS, "float8"])
-def test_preemption_changes_no_answer(name, monkeypatch):
-    """The pool is full once both lanes have a chunk of answer; the younger one is preempted."""
-    expected = undisturbed(name)
-    engine = in_float8() if name == "float8" else engine_for(name)
+    `tests/laws/test_memory.py` compares answers of every mechanism, with and without preemptions.
+    """
+    model = model_for("vanilla", ends=False)
+    engine = Engine(model, kv_dtype="float8_e4m3", max_tokens=64, **SHAPE)
+    expected = engine.generate(prompts(), sampling=GREEDY)
     fits, left = engine.runner.reservation.fits, results_of(monkeypatch, Scheduler, "preempt")
 
     def full_once(extra, **options):
@@ -111,7 +83,7 @@ def test_host_values_are_written_between_chunks(monkeypatch):
 
 
 def test_usage_of_plain_cache():
-    completions = undisturbed("vanilla")
+    completions = undisturbed()
     config = model_for("vanilla").config
     row_bytes = 2 * 16 * config.head_dim * 4  # one page of keys and values in float32
     rows = config.num_layers * config.num_kv_heads
@@ -133,7 +105,7 @@ def test_usage_of_plain_cache():
 
 def test_first_token_ends_request():
     """The token is collected after the next steps were launched, which must have no effect."""
-    free = undisturbed("vanilla")
+    free = undisturbed()
     end = free[1].tokens[0]
     model = dataclasses.replace(
         model_for("vanilla"), generation=GenerationDefaults(eos_token_ids=(end,))
@@ -146,25 +118,6 @@ def test_first_token_ends_request():
     assert (found[1].tokens, found[1].text) == ([end], "")
     assert found[1].usage.kv_reads == 0
     assert found[1].usage.live_tokens == LENGTHS[1]
-
-
-def test_ignore_eos():
-    """Alone, and beside an answer with a grammar, where each step draws with masks."""
-    (prompt, *_), (whole, *_) = prompts(), undisturbed("vanilla")
-    end = whole.tokens[5]
-    model = dataclasses.replace(
-        model_for("vanilla"), generation=GenerationDefaults(eos_token_ids=(end,))
-    )
-    engine = Engine(model, max_tokens=64, **SHAPE)
-    (ended,) = engine.generate([prompt], sampling=GREEDY)
-    assert ended.tokens == whole.tokens[: whole.tokens.index(end) + 1]
-    endless = dataclasses.replace(GREEDY, ignore_eos=True)
-    (alone,) = engine.generate([prompt], sampling=endless)
-    assert alone.tokens == whole.tokens
-    masked = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z ]+"))
-    requests = requests_of([prompt] * 2, [endless, masked])
-    serve_arrivals(engine, [requests])
-    assert (requests[0].generated, requests[0].finish_reason) == (whole.tokens, "length")
 
 
 # -- host decisions ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import inspect
 import json
 import random
@@ -44,6 +45,7 @@ from tests.generation.support import (
     stories,
 )
 from tests.laws.rows import OPTIONS
+from tests.support.instances import further
 
 PERSON = {
     "type": "object",
@@ -86,6 +88,7 @@ def is_person(text):
 
 # -- the draw ------------------------------------------------------------------------------------
 
+draw = jax.jit(sample)  # otherwise its operations would be a hundred small programs
 SAMPLINGS = [
     Sampling(temperature=0),
     Sampling(temperature=3.0),
@@ -111,9 +114,8 @@ def test_only_allowed_tokens_are_drawn(together):
             lanes = {lane: SAMPLINGS[(lane + place) % len(SAMPLINGS)] for lane in range(rows)}
             rule = LanesFilter(rows).of(lanes)
         rule = dataclasses.replace(rule, allowed=jnp.asarray(bits(allowed)))
-        tokens, logprobs = map(
-            np.asarray, sample(jnp.asarray(logits), keys, jnp.arange(rows), rule)
-        )
+        drawn = draw(jnp.asarray(logits), keys, jnp.arange(rows), rule)
+        tokens, logprobs = map(np.asarray, drawn)
         assert allowed[np.arange(rows), tokens].all()
         everything = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
         want = everything[np.arange(rows), tokens]
@@ -132,12 +134,12 @@ def test_tokens_drawn_again_follow_the_masked_distribution():
     everything = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, size))
     seeds = jnp.stack([jnp.arange(rows), jnp.zeros(rows, int)], 1).astype(jnp.uint32)
     positions, rule = jnp.zeros(rows, jnp.int32), Sampling(temperature=1.0).filter
-    free, _ = sample(everything, programs.request_keys(seeds), positions, rule)
+    free, _ = draw(everything, programs.request_keys(seeds), positions, rule)
     refused = np.flatnonzero(~allowed[np.asarray(free)]).astype(np.int32)
     assert 0.5 < len(refused) / rows < 0.7
-    redraw = inspect.unwrap(programs.redraw)
+    model = types.SimpleNamespace(unembed=lambda hidden: hidden)
+    redraw = jax.jit(functools.partial(inspect.unwrap(programs.redraw), model))
     _, tokens = redraw(
-        types.SimpleNamespace(unembed=lambda hidden: hidden),
         programs.DrawInputs(everything, positions),
         free,
         refused,
@@ -196,6 +198,22 @@ def test_lanes_with_and_without_grammars_answer_as_alone(engine):
         serve_arrivals(engine, [[requests[place] for place in some] for some in order])
         for each, want in zip(requests, alone, strict=True):
             assert (each.generated, each.finish_reason) == (want.tokens, want.finish_reason)
+
+
+def test_ignore_eos(engine):
+    """Alone, and beside an answer with a grammar, where each step draws with masks."""
+    # With this seed the end token is drawn, as the last of a chunk.
+    ends = Sampling(temperature=3.0, top_p=0.9, max_new_tokens=40, seed=63, logprobs=True)
+    endless = dataclasses.replace(ends, ignore_eos=True)
+    (ended,), (whole,) = (
+        engine.generate(PROMPTS[:1], sampling=sampling) for sampling in (ends, endless)
+    )
+    assert (ended.finish_reason, whole.finish_reason) == ("end", "length")
+    assert whole.tokens[: len(ended.tokens)] == ended.tokens
+    masked = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z ]{20,}"))
+    requests = requests_of([PROMPTS[0]] * 2, [endless, masked])
+    serve_arrivals(engine, [requests])
+    assert (requests[0].generated, requests[0].finish_reason) == (whole.tokens, "length")
 
 
 def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
@@ -263,25 +281,40 @@ def told(engine, looks):
     return sent
 
 
-@pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("chunk", [2, 8, 32])
-@pytest.mark.parametrize("lanes", [2, 6])
-def test_grammar_answers_do_not_depend_on_chunk(chunk, lanes):
+def fake_engine(num_lanes, chunk, **options):
+    """The shipped model with its end token, for the fakes."""
+    options = dict(max_tokens=64, page_size=16, prefill_chunk=16) | options
+    return Engine(stories(), dms_jax.Vanilla(), num_lanes=num_lanes, chunk=chunk, **options)
+
+
+@functools.cache
+def one_by_one():
     """With chunks of one step each token is consumed as soon as it is drawn."""
-    samplings = host_grammars()
-    lengths = prompts((5, 9, 4, 7, 3, 8))
+    return fake_engine(1, 1)
 
-    def engine(num_lanes, steps):
-        options = dict(max_tokens=64, page_size=16, prefill_chunk=16)
-        return Engine(stories(), dms_jax.Vanilla(), num_lanes=num_lanes, chunk=steps, **options)
 
-    alone, want = engine(1, 1), requests_of(lengths, samplings)
-    for each in want:
-        serve_arrivals(alone, [[each]])
+@functools.cache
+def alone(prompt, sampling, max_new_tokens):
+    """Returns the ended request that ran alone, by the fakes."""
+    (request,) = requests_of([list(prompt)], [sampling])
+    request.max_new_tokens = max_new_tokens
+    serve_arrivals(one_by_one(), [[request]])
+    return request
+
+
+def alone_as(request):
+    """Returns the same request, ended, alone."""
+    return alone(tuple(request.prompt), request.sampling, request.max_new_tokens)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize(("lanes", "chunk"), [(2, 2), (6, 8), *further((2, 32), (6, 2), (6, 32))])
+def test_grammar_answers_do_not_depend_on_chunk(lanes, chunk):
+    found = requests_of(prompts((5, 9, 4, 7, 3, 8)), host_grammars())
+    want = [alone_as(each) for each in found]
     assert {each.finish_reason for each in want} >= {"end", "length"}
-    found = requests_of(lengths, samplings)
     looks = [found[:2], found[2:3], [], found[3:]]
-    sent = told(engine(lanes, chunk), looks)
+    sent = told(fake_engine(lanes, chunk), looks)
     for one, other in zip(want, found, strict=True):
         for name in ("generated", "logprobs", "finish_reason", "text"):
             assert getattr(other, name) == getattr(one, name)
@@ -304,18 +337,17 @@ def drawn_requests(choose, samplings):
 
 
 @pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("chunk", [1, 2, 4])
-@pytest.mark.parametrize("undoes", [True, False])
-def test_random_arrivals_with_grammars(chunk, undoes, monkeypatch):
+@pytest.mark.parametrize(
+    ("undoes", "chunk"),
+    [(True, 1), (True, 4), (False, 2), *further((True, 2), (False, 1), (False, 4))],
+)
+def test_random_arrivals_with_grammars(undoes, chunk, monkeypatch):
     """Cancelled, preempted and stopped in all states of the checks: each is answered as alone.
 
     Requests join lanes that go on, also where nothing is refused.
     """
     monkeypatch.setattr(checked_steps, "MOST_REFUSED", 2 if undoes else 0)
-    options = dict(max_tokens=64, page_size=8, prefill_chunk=16)
-    alone = Engine(stories(), dms_jax.Vanilla(), num_lanes=1, chunk=1, **options)
-    options |= dict(prefix_cache=3e5) if chunk == 1 else {}
-    engine = Engine(stories(), dms_jax.Vanilla(), num_lanes=6, chunk=chunk, **options)
+    engine = fake_engine(6, chunk, page_size=8, prefix_cache=3e5 if chunk == 1 else None)
     pairs = Grammar.regex("([ a-z]{1,6}!){200,}")
     anything = Grammar.regex(r"(.|\n)*")
     samplings = [
@@ -324,7 +356,7 @@ def test_random_arrivals_with_grammars(chunk, undoes, monkeypatch):
         Sampling(max_new_tokens=40, seed=7, grammar=anything, logprobs=True),
     ]
     rows = stories().config.num_layers * stories().config.num_kv_heads
-    known, reached = {}, collections.Counter()
+    reached = collections.Counter()
     for seed in range(16):
         choose = random.Random(seed)
         requests = drawn_requests(choose, samplings)
@@ -334,12 +366,7 @@ def test_random_arrivals_with_grammars(chunk, undoes, monkeypatch):
         reached += collections.Counter(each.finish_reason for each in requests)
         reached["preempted"] += len(events.preempted)
         for each in requests:
-            key = tuple(each.prompt), each.sampling, each.max_new_tokens
-            if key not in known:
-                (known[key],) = requests_of([each.prompt], [each.sampling])
-                known[key].max_new_tokens = each.max_new_tokens
-                serve_arrivals(alone, [[known[key]]])
-            want, count = known[key], len(each.generated)
+            want, count = alone_as(each), len(each.generated)
             assert each.generated == want.generated[:count]
             assert each.logprobs == want.logprobs[: len(each.logprobs)]
             if each.finish_reason == "cancelled":

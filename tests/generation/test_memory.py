@@ -13,7 +13,7 @@ from flax import nnx
 
 import dms_jax
 from dms_jax import analysis
-from dms_jax.config import ModelConfig, Rope
+from dms_jax.command_line.shapes import SHAPES
 from dms_jax.devices import out_of_memory
 from dms_jax.errors import CapacityError, ConfigError, OutOfMemoryError
 from dms_jax.evaluation.likelihood import likelihoods
@@ -23,18 +23,7 @@ from dms_jax.model import language_model
 from tests.generation.support import GREEDY, POLICIES, model_for, prompts
 from tests.support.instances import nightly_but
 
-LLAMA_8B = ModelConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131_072,
-    rope=Rope(theta=500_000.0),
-    model_type="llama",
-)
+LLAMA_8B = SHAPES["llama-3.1-8b"]
 # Embedding and output matrix; per layer q and o, k and v, three of the feed-forward, two norms.
 PARAMETERS = (
     2 * 128_256 * 4096

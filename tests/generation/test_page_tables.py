@@ -8,6 +8,7 @@ import pytest
 from dms_jax.cache import pages
 from dms_jax.generation import programs, runner
 from tests.generation.support import GREEDY, answer, host_engine, on_launch, prompts, squeezed
+from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
 GIVEN = prompts((5, 30, 13, 1, 40, 9, 9, 22))
@@ -22,7 +23,7 @@ def few_cells(monkeypatch):
 
 @pytest.mark.usefixtures("few_cells")
 @pytest.mark.parametrize("most", [640, 300], ids=["roomy", "full"])
-@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts often"])
+@pytest.mark.parametrize("name", ["evicts", "cuts often", *further("keeps")])
 def test_device_page_table_equals_host_table(name, most, monkeypatch):
     """After growth, releases, shared prefixes and copies since the last steps."""
     engine = host_engine(name, 4, page_size=8, table_width=8, prefix_cache=0)

@@ -14,6 +14,7 @@ from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import LanesFilter
 from tests.generation.support import answer, host_engine, squeezed, story_tokens
 from tests.support.fake_programs import ENDS
+from tests.support.instances import further
 
 pytestmark = pytest.mark.usefixtures("fakes")
 PAGE, CHUNK = 4, 8
@@ -86,7 +87,7 @@ def engine_with_ends(name: str) -> Engine:
     return host_engine(name, 12, ends=ENDS, page_size=PAGE, prefill_chunk=16, max_tokens=128)
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
+@pytest.mark.parametrize("name", ["evicts", "cuts", *further("keeps", "bounded")])
 def test_chunk_touches_only_its_own_pages(name, monkeypatch):
     """More requests than lanes, of very different lengths; then with too small a pool."""
     rng, text, engine = np.random.default_rng(0), story_tokens(), engine_with_ends(name)

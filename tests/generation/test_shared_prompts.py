@@ -15,6 +15,7 @@ from tests.generation.support import (
     host_engine,
     prompts,
 )
+from tests.support.instances import further
 
 SAMPLED = dms_jax.Sampling(temperature=1.0, max_new_tokens=9, seed=5, logprobs=True)
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -42,7 +43,7 @@ def test_chains_prefill_prompt_once(prefilled):
     assert len({tokens[0] for tokens in out.tokens}) == 4  # each draws with a separate key
 
 
-@pytest.mark.parametrize("name", ["keeps", "evicts", "bounded", "cuts"])
+@pytest.mark.parametrize("name", ["keeps", "evicts", "cuts", *further("bounded")])
 def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
     engine, (one, two, three) = host_engine(name, 4), prompts([13, 5, 30])
     given = [one, three, one, three, two, one]

@@ -30,6 +30,12 @@ HEAD_DIM = 8
 SPLITS = (5, 19, 0), (13, 1, 22)
 TOLERANCE = 1e-10
 
+
+def padded_tokens() -> np.ndarray:
+    """Returns the sequences with padding, whose tokens must not matter, [B, WIDE]."""
+    return np.stack([np.pad(tokens, (0, WIDE - len(tokens)), mode="wrap") for tokens in TOKENS])
+
+
 # -- below the model ------------------------------------------------------------------------------
 
 

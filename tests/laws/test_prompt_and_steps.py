@@ -19,9 +19,9 @@ from tests.laws.expected import (
     SPLITS,
     TOKENS,
     TOLERANCE,
-    WIDE,
     WIDTH,
     expected,
+    padded_tokens,
     run_and_compare,
 )
 from tests.laws.rows import MODEL_ROWS, Row, model_for
@@ -99,14 +99,10 @@ def test_unpadded_chunks_equal_the_simulation():
     **by_name,
 )
 def test_one_pass_over_whole_sequences(row):
-    """`LanguageModel.logits`: without a cache if possible, otherwise with a temporary one.
-
-    The tokens of padding must not matter.
-    """
+    """`LanguageModel.logits`: without a cache if possible, otherwise with a temporary one."""
     model = LanguageModel(model_for(row), policy=row.policy)
-    padded = np.stack([np.pad(tokens, (0, WIDE - len(tokens)), mode="wrap") for tokens in TOKENS])
     prompts = np.array(SPLITS[1])
-    logits = np.asarray(model.logits(padded, prompt_lengths=prompts))
+    logits = np.asarray(model.logits(padded_tokens(), prompt_lengths=prompts))
     for sequence, one in enumerate(expected(row, prompts, LOGITS_PAGE_SIZE)):
         found = logits[sequence, : LENGTHS[sequence]]
         assert np.abs(found - one.logits).max() < TOLERANCE

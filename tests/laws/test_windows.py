@@ -21,6 +21,7 @@ from tests.laws.expected import (
     TOLERANCE,
     WIDTH,
     live_totals,
+    padded_tokens,
     peak_slots,
     read_again,
     read_totals,
@@ -103,12 +104,12 @@ def test_prompts_and_answers(name, row):
 def test_one_pass_over_whole_sequences(name):
     row = MODEL_ROWS[1]
     model = LanguageModel(model_of(name, row), policy=row.policy)
-    for tokens, one in zip(TOKENS, passes(name, row, SPLITS[1]), strict=True):
-        logits = np.asarray(model.logits(tokens[None]))[0]
-        assert np.abs(logits - one.logits).max() < TOLERANCE
+    logits = np.asarray(model.logits(padded_tokens()))
+    for found, one in zip(logits, passes(name, row, SPLITS[1]), strict=True):
+        assert np.abs(found[: len(one.logits)] - one.logits).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("row", nightly_but(QUICK, MODEL_ROWS), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", nightly_but([MODEL_ROWS[1]], MODEL_ROWS), ids=lambda row: row.name)
 def test_preemption_changes_no_answer(row, monkeypatch):
     """Pages are reserved for the window only; usage counts rows of both kinds."""
     if row.policy.name == "KCache":

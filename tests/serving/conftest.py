@@ -3,15 +3,6 @@
 import pytest
 
 
-@pytest.fixture
-def fakes():
-    """Programs compute nothing; see `tests/support/fake_programs.py`."""
-    from tests.support.fake_programs import faked  # after tests/conftest.py has set up jax
-
-    with faked():
-        yield
-
-
 @pytest.fixture(scope="package")
 def client():
     """A client of a server with four lanes."""

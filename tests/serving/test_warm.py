@@ -13,6 +13,7 @@ from dms_jax.model.caching import page_bytes
 from dms_jax.serving import Service
 from tests.generation.support import model_for
 from tests.support.compilations import Compilations
+from tests.support.instances import nightly_but
 
 MAX_TOKENS = 192  # pages of 4 slots fill a table to its last column
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -111,7 +112,7 @@ class Clients:
 
 
 @pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", nightly_but(SETTINGS.keys() - {"Quest"}, SETTINGS))
 def test_warm_server_compiles_nothing(name, monkeypatch):
     policy, slots, page_size, prefill_chunk = SETTINGS[name]
     compilations, model = Compilations(), model_for("vanilla", ends=False)
@@ -156,6 +157,7 @@ def test_warm_server_compiles_nothing(name, monkeypatch):
     assert recomputed or name == "SnapKV"  # its prompts are cut before anything outgrows the pool
 
 
+@pytest.mark.usefixtures("fakes")
 def test_warm_after_start_is_refused(idle):
     idle.service.smoke_test()
     with pytest.raises(dms_jax.BusyError):

@@ -23,6 +23,7 @@ a prompt to its budget. Host values and meshes are not supported.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -72,6 +73,12 @@ def _mix_of(*values: int) -> int:
         found = ((found ^ (found >> 15)) * 0xC2B2AE35) % 2**32
         found ^= found >> 13
     return found
+
+
+@functools.cache
+def _chances_of(num_rows: int, position: int) -> list[tuple[int, int]]:
+    """Returns the hashes that decide whether each row grows, and which slot it reads."""
+    return [(_mix_of(row, position), _mix_of(row, position, 1)) for row in range(num_rows)]
 
 
 def _grows(policy: Policy, length: Any, chance: Any) -> Any:
@@ -395,14 +402,15 @@ def answer_of(
     for position in itertools.count():
         newest, read, in_prompt = tokens[position], 0, position < len(prompt)
         rule = Vanilla() if in_prompt and policy.shrinks else policy
-        for number, row in enumerate(rows):
-            if _grows(rule, len(row), _mix_of(number, position) % 16):
+        chances = _chances_of(num_rows, position)
+        for number, (row, (grows, reads)) in enumerate(zip(rows, chances, strict=True)):
+            if _grows(rule, len(row), grows % 16):
                 row.append(None)
                 place = len(row) - 1
             else:
                 place = position % len(row)
             row[place] = _entry(newest, position, vocabulary, slot)
-            read += _mix_of(number, row[_mix_of(number, position, 1) % len(row)])
+            read += _mix_of(number, row[reads % len(row)])
         if has_state:
             state = _mix_of(*([] if state is None else [state]), newest) % _MANTISSA
             read += sum(_mix_of(number, state) for number in range(num_rows))

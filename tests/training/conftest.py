@@ -1,4 +1,13 @@
+"""Training steps of one form are compiled once; most tests train one tiny model."""
+
 import pytest
+
+
+@pytest.fixture(scope="session")
+def model():
+    from tests.training.tiny import language_model
+
+    return language_model()
 
 
 @pytest.fixture(autouse=True)

@@ -24,15 +24,10 @@ from dms_jax.training.parameters import parameters
 from dms_jax.training.recipe import Stage
 from dms_jax.training.run_directory import RunDirectory
 from tests.support.models import random_model
-from tests.training.tiny import EAGER, documents, language_model, recipe
+from tests.training.tiny import EAGER, documents, recipe
 
 RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_size=4)
 STEEP = recipe(Stage("ramp", 2, 1e-3, 2.0), Stage("ramp", 4, 1e30, 4.0), batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return language_model()
 
 
 def run(model, **options):

@@ -9,16 +9,11 @@ from dms_jax.checkpoint import saving
 from dms_jax.errors import CheckpointError
 from dms_jax.training import retrofit
 from dms_jax.training.recipe import Stage
-from tests.training.tiny import EAGER, documents, language_model, recipe
+from tests.training.tiny import EAGER, documents, recipe
 
 # The ratio is 2.5 after the third of six steps, and 4 at the end.
 RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), snapshots=(2.5,))
 TENSORS = "model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return language_model()
 
 
 def run(model, **options):

@@ -68,13 +68,9 @@ def test_gradients_equal_finite_differences(family):
         assert float(along) == pytest.approx(float(difference), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "loss"),
-    nightly_but(
-        {("gpt_oss", "distillation")},
-        [(family, loss) for family in TRAINED for loss in ("language_modeling", "distillation")],
-    ),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("loss", ["language_modeling", "distillation"])
 def test_steps_under_decisions_lower_the_loss(family, loss):
     """The model learns to work without evicted tokens: the distance to the teacher falls."""
     model = model_of(family, "float32")

@@ -27,11 +27,6 @@ COMMON = dict(data=documents(), progress=False)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return language_model()
-
-
-@pytest.fixture(scope="module")
 def trained(model):
     records = []
     result = retrofit(model, EAGER, recipe=LOW_RANK, on_step=records.append, **COMMON)

@@ -28,11 +28,6 @@ RECIPE = recipe(Stage("ramp", 6, 1e-3, 4.0, adapter_learning_rate=1e-2), batch_s
 
 
 @pytest.fixture(scope="module")
-def model():
-    return language_model()
-
-
-@pytest.fixture(scope="module")
 def reference(model):
     """The parameters after an uninterrupted run, and the records of its steps."""
     records = []

@@ -26,11 +26,6 @@ RECIPE = recipe(STAGE, loss="language_modeling", weight_decay=0.1, clip=0.5)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return language_model()
-
-
-@pytest.fixture(scope="module")
 def reference(model):
     """The parameters after an uninterrupted run, and the records of its steps."""
     records = []

@@ -31,11 +31,6 @@ from tests.training.tiny import EAGER, LENGTH, NEURON, language_model, recipe
 PLAIN = DMS(window=3, source="adapter", alpha_offset=1e6)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return language_model()
-
-
 def log_softmax(model, tokens):
     """Returns vanilla log-probabilities, [B, T, V]."""
     hidden = model.transformer(jnp.asarray(tokens), Vanilla()).hidden

@@ -31,7 +31,7 @@ from tests.pallas_kernels.support import (
     tpu_interpreters,
 )
 from tests.support.ahead import compile_ahead
-from tests.support.instances import further
+from tests.support.instances import further, nightly_but
 
 BY_NAME = {case.name: case for case in cases.CONTRACT}
 
@@ -149,11 +149,8 @@ def test_gpu_kernel_in_the_interpreter(implementation, names):
     interpret("prefill", implementation, names)
 
 
-ON_TPU = ["float32", "long_past"]
-
-
 @pytest.mark.parametrize(
-    "name", [*ON_TPU, *further(*(name for name in BY_NAME if name not in (*ON_TPU, "float16")))]
+    "name", nightly_but({"long_past"}, [name for name in BY_NAME if name != "float16"])
 )
 def test_tpu_kernel_in_the_interpreter(name):
     case = BY_NAME[name]
