@@ -307,7 +307,7 @@ class CheckedSteps:
         self.newest = runner.everywhere(newest)
         self.newest.copy_to_host_async()
         result.words.copy_to_host_async()
-        runner.reservation.add_steps(active)
+        runner.reservation.add_steps(active.astype(np.int64))
         self._taken, self._takes_back = self._taken + active, np.zeros_like(active)
         redrawn_before, self._unread = self._unread, []
         step = _Step(
@@ -445,7 +445,7 @@ class CheckedSteps:
         _raise_errors([self.requests[lane] for lane in lanes.tolist()])
         return (lanes, entries, lane_of), masks
 
-    def _redraw(self, step: _Step, which: Redrawing, masks: Int[np.ndarray, "n words"]) -> None:
+    def _redraw(self, step: _Step, which: Redrawing, masks: Int[np.ndarray, "m words"]) -> None:
         """Draws tokens of a step again, under masks, into the newest tokens."""
         lanes, entries, lane_of = which
         given = self.newest, lane_of, masks, self._seeds, self._rule
