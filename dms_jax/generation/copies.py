@@ -6,6 +6,7 @@ a third of what an H200's engine did until the first tokens of 16 agents was to 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,13 +48,13 @@ class Copies:
       page_bytes: bytes of a page.
 
     Attributes:
-      groups: numbers of lanes that programs read or load at a time, ascending.
+      group: number of lanes that a program reads or loads.
       blocks: numbers of pages that programs copy at a time, ascending.
     """
 
     def __init__(self, num_lanes: int, num_pages: int, page_bytes: int):
         self._num_lanes, self._no_page = num_lanes, num_pages
-        self.groups = tuple(sorted({1, min(_LANES, num_lanes)}))
+        self.group = min(_LANES, num_lanes)
         most = max(num_pages // 16, 1)
         self.blocks = tuple(
             sorted({min(each // page_bytes, most) or 1 for each in (_SMALL, _LARGE)})
@@ -118,10 +119,8 @@ class Copies:
 
     def grouped(self, lanes: list[int]) -> Iterator[Int[np.ndarray, " n"]]:
         """Yields lanes in groups, the last one filled with lanes that do not exist."""
-        size = self.groups[0] if len(lanes) == 1 else self.groups[-1]
-        for start in range(0, len(lanes), size):
-            group = np.full(size, self._num_lanes, np.int32)
-            some = lanes[start : start + size]
+        for some in itertools.batched(lanes, self.group):
+            group = np.full(self.group, self._num_lanes, np.int32)
             group[: len(some)] = some
             yield group
 

@@ -282,11 +282,10 @@ class _Calls:
     def states(self) -> list[_Call]:
         """Returns the programs that take the state of lanes, copy their pages and put it back."""
         runner, cache, calls = self.runner, self.runner.cache, list[_Call]()
-        for size in runner.copies.groups:
-            lanes = np.zeros(size, np.int32)
-            calls.append((programs.load_lanes, no_load(cache, lanes)))
-            if jax.tree.leaves(cache.row_state):
-                calls.append((programs.read_lanes, (cache, lanes)))
+        lanes = np.zeros(runner.copies.group, np.int32)
+        calls.append((programs.load_lanes, no_load(cache, lanes)))
+        if jax.tree.leaves(cache.row_state):
+            calls.append((programs.read_lanes, (cache, lanes)))
         if not runner.appends:
             for size in runner.copies.blocks:
                 calls.append((programs.copy_pages, (cache, np.zeros((2, size), np.int32))))

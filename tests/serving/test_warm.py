@@ -137,7 +137,7 @@ def test_warm_server_compiles_nothing(name, monkeypatch):
     assert name == "TOVA" or widths[-1] == MAX_TOKENS // page_size
     # Prompts of each width, for many and for few lanes, with each width of page tables; recomputed
     # answers, if the policy treats them differently from prompts; a few small programs.
-    assert compilations.of(service.warm) <= 24
+    assert compilations.of(service.warm) <= 26
     recomputed, add = [], PrefillQueue.add
 
     def watched(queue, lane, item):
