@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dms_jax.serving.access import OPEN
 from dms_jax.serving.app import make_app
+from dms_jax.serving.refusals import RefusalError
 from dms_jax.serving.rpc import EngineClient
 from dms_jax.serving.server import BACKLOG
 
@@ -72,6 +73,8 @@ async def serve_http(listening: socket.socket, connection: socket.socket) -> Non
         try:
             served = await engine.connect(connection)
         except EOFError:  # the engine's process ended before it had a model, and reported why
+            ended = RefusalError("The server has ended before it was ready.", status=503)
+            app.use(JSONResponse(ended.openai_body(), ended.status))
             server.stop(graceful=False)
             return
         with contextlib.closing(engine):

@@ -194,9 +194,17 @@ def test_foreign_errors_are_portable():
 
 @pytest.mark.nightly
 def test_http_ends_if_engine_dies_before_loading():
-    with started() as (server, _):
+    with started() as (server, port):
+        waiting, other = (http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in "ab")
+        waiting.request("GET", "/v1/models")
+        other.request("GET", "/health")  # the first one has been accepted before
+        assert other.getresponse().status == 503
         server._connection.shutdown(socket.SHUT_RDWR)
+        answer = waiting.getresponse()
+        assert (answer.status, b"ended before it was ready" in answer.read()) == (503, True)
         assert server._process.wait(60) == 0
+        waiting.close()
+        other.close()
 
 
 def test_http_ends_despite_half_a_request():
