@@ -230,12 +230,12 @@ def make_requests(
         which |= dict(past=past, priority=priority)
         requests.append(make_request(config, tokens, sampling, **which))
         copies[equal] += 1
-    _warn_of_positions(config, requests, sampling)
+    _warn_of_positions(config, requests, sampling, past)
     return requests
 
 
 def _warn_of_positions(
-    config: ModelConfig, requests: Sequence[Request], sampling: Sampling
+    config: ModelConfig, requests: Sequence[Request], sampling: Sampling, past: Past
 ) -> None:
     """Warns if answers end before `max_new_tokens` because the model has no more positions."""
     short = [each for each in requests if each.max_new_tokens < sampling.max_new_tokens]
@@ -244,8 +244,8 @@ def _warn_of_positions(
         warnings.warn(
             f"max_new_tokens={sampling.max_new_tokens:,} is more than the model's "
             f"{config.max_position_embeddings:,} positions leave: {len(short)} of {len(requests)} "
-            f"answers end earlier, that to prompt {first.index} of {len(first.prompt):,} tokens "
-            f"after {first.max_new_tokens:,}.",
+            f"answers end earlier, that to prompt {first.index} of "
+            f"{len(first.prompt) - len(past.before):,} tokens after {first.max_new_tokens:,}.",
             skip_file_prefixes=(PACKAGE,),
         )
 

@@ -240,6 +240,7 @@ class Service:
           TooLongError: a prompt and its answer are longer than `max_tokens`.
           CapacityError: a request is known not to fit into the pool, even alone.
         """
+        self.engine.check_adapter(adapter)
         for prompt in prompts:
             self._check_length(len(prompt), sampling.max_new_tokens)
         if len(prompts) > self.max_requests:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import dms_jax
-from dms_jax.errors import CapacityError, CheckpointError
+from dms_jax.errors import CapacityError, CheckpointError, ConfigError
 from dms_jax.generation import Sampling
 from dms_jax.serving import Delta, Service
 from dms_jax.serving import service as service_module
@@ -308,6 +308,8 @@ def test_request_that_cannot_fit_is_refused():
         service.submit([[1] * 380], sampling, print)
     with pytest.raises(service_module.DataError, match="a sequence may have 400"):
         service.submit([[1] * 395], sampling, print)
+    with pytest.raises(ConfigError, match=r"There is no adapter \['a'\]"):
+        service.submit([[1] * 395], sampling, print, adapter=["a"])
     assert service.drain(1.0)
 
 
