@@ -126,7 +126,10 @@ class Copies:
 
 @dataclasses.dataclass
 class _Round:
-    """Copies of which none reads or writes a page that another one writes before it."""
+    """Copies and loads for one launch.
+
+    No copy touches a page that an earlier one writes, and each lane is loaded once.
+    """
 
     pages: list[Int[np.ndarray, "2 _"]] = dataclasses.field(default_factory=list)
     loads: dict[int, Load] = dataclasses.field(default_factory=dict)

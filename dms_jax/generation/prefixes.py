@@ -436,7 +436,10 @@ class Prefixes:
                 self._store(lane, request, request.prompt_array[:stop], rows, ended=False)
 
     def keep(self, leaving: Mapping[int, "Request"]) -> None:
-        """Caches the sequences of requests that leave their lanes, as far as that is exact."""
+        """Caches the sequences of requests that leave their lanes.
+
+        A sequence that cannot be continued exactly is left out, or cut to its prompt.
+        """
         lanes = [
             lane
             for lane, request in leaving.items()

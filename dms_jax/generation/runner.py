@@ -510,7 +510,8 @@ class Runner:
         else:
             given = extension.lengths, added, ends[:-1]
             self.reservation.add_prompts(*given, prompt=batch.prompt)
-        _send_to_host((extension.live, extension.before, extension.lengths))
+            _send_to_host(extension.lengths)
+        _send_to_host((extension.live, extension.before))
         all_rows = self.model.config.num_layers * self.model.config.num_kv_heads
         rows = all_rows * shape.one_pass
         return PrefillInFlight(extension, entries, rows, self.policy.shrinks)
