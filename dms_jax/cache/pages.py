@@ -214,9 +214,9 @@ class PageAllocator:
         columns = np.arange(counts.max(initial=0)) < counts[..., None]
         return self.table[:, sequence, :, : columns.shape[-1]][columns]
 
-    def held_by_rows(self, pages: Int[np.ndarray, " n"]) -> int:
-        """Returns the number of these pages that are held by rows."""
-        return int(np.count_nonzero(self._rows[0, pages]))
+    def held_by_rows(self, pages: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Returns which pages are held by rows."""
+        return self._rows[0, pages] > 0
 
     def hold(self, pages: Int[np.ndarray, " n"]) -> None:
         """Adds a prefix's hold on pages."""
@@ -228,15 +228,14 @@ class PageAllocator:
         for number in range(len(self._free)):
             self._give_back(number, pages[lists == number], self._prefixes)
 
-    def can_take(
-        self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"] | None = None
-    ) -> bool:
+    def can_take(self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"]) -> bool:
         """Whether enough pages per row, except `besides`, are free or held only by prefixes."""
         if self.has_spare(counts):
             return True
         needs = np.bincount(self._lists_of_rows(counts), minlength=len(self._free))
         there = [len(free) + self._reclaimable(number) for number, free in enumerate(self._free)]
-        kept = 0 if besides is None else self.yields(besides)
+        idle = self._lists_of(besides[self._rows[0, besides] == 0])
+        kept = np.bincount(idle, minlength=len(self._free))
         return bool((needs + kept <= there).all())
 
     def has_spare(
@@ -251,19 +250,22 @@ class PageAllocator:
         """Returns the index of the free list of each page of the rows of a sequence."""
         return np.repeat(self._shard[:, 0].ravel(), counts.ravel())
 
-    def take(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"] | None:
+    def take(
+        self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"]
+    ) -> Int[np.ndarray, " n"] | None:
         """Takes pages for each row of a prefix, row by row; None if there are too few.
 
-        Reclaims pages of other prefixes, as for rows of sequences.
+        Reclaims pages of other prefixes, as for rows of sequences, but not `besides`, which the
+        prefix holds already.
         """
-        if not self.can_take(counts):
+        if not self.can_take(counts, besides):
             return None
-        pages = self._pop_for_rows(counts)
+        pages = self._pop_for_rows(self._lists_of_rows(counts))
         self._prefixes[0, pages] = 1
         return pages
 
-    def _pop_for_rows(self, counts: Int[np.ndarray, "L K"]) -> Int[np.ndarray, " n"]:
-        lists = self._lists_of_rows(counts)
+    def _pop_for_rows(self, lists: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Takes a page from each of these free lists."""
         pages = np.empty(len(lists), np.int32)
         for number in range(len(self._free)):
             own = lists == number
@@ -271,27 +273,19 @@ class PageAllocator:
         return pages
 
     def give(
-        self,
-        sequence: int,
-        counts: Int[np.ndarray, "L K"],
-        pages: Int[np.ndarray, " n"] | None = None,
-    ) -> None:
-        """Gives pages to the rows of an empty sequence: new ones, or a prefix's."""
-        if pages is None:
-            pages = self._pop_for_rows(counts)
-        else:
-            self._prefixes[0, pages] = 0
-        self._rows[0, pages] = 1
-        self._set_rows(sequence, counts, pages)
-
-    def share(self, sequence: int, pages: Int[np.ndarray, "L K m"]) -> None:
-        """Gives an empty sequence shared pages of prefixes or other sequences, m for each row."""
-        self._rows[0, pages.ravel()] += 1
-        self._set_rows(sequence, np.full(pages.shape[:2], pages.shape[2]), pages.ravel())
-
-    def _set_rows(
         self, sequence: int, counts: Int[np.ndarray, "L K"], pages: Int[np.ndarray, " n"]
     ) -> None:
+        """Gives pages to the rows of an empty sequence.
+
+        Args:
+          sequence: the sequence.
+          counts: number of pages of each row.
+          pages: the pages, row by row: those of prefixes or other sequences, which share them, and
+            `no_page` for a new one.
+        """
+        new, pages = pages == self.no_page, pages.copy()
+        pages[new] = self._pop_for_rows(self._lists_of_rows(counts)[new])
+        self._rows[0, pages] += 1
         width = int(counts.max(initial=0))
         self._widen(width)
         layers, heads, columns = np.nonzero(np.arange(width) < counts[..., None])

@@ -129,7 +129,7 @@ class Checked(StepsInFlight):
         Each lane's own steps come first, in order, as in a chunk of other steps: a lane may take
         steps back, or join in the middle.
         """
-        each = [dataclasses.replace(part, lengths=None) for part in parts]
+        each = [dataclasses.replace(part, lengths=None, frozen=None) for part in parts]
         steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
         found = {name: getattr(steps, name) for name in ("tokens", "logprobs")}
         for number, redrawn in enumerate(self.redrawn):
@@ -139,10 +139,10 @@ class Checked(StepsInFlight):
                         found[name] = old = old.copy()
                         old[number, redrawn.lanes] = new
         steps = dataclasses.replace(steps, **found)
-        void, lengths = np.stack(self.void), parts[-1].lengths
+        void, lengths, frozen = np.stack(self.void), parts[-1].lengths, parts[-1].frozen
         steps = dataclasses.replace(steps, ran=steps.ran & ~void)
         if not (void.any() or (steps.ran[1:] & ~steps.ran[:-1]).any()):
-            return dataclasses.replace(steps, lengths=lengths)
+            return dataclasses.replace(steps, lengths=lengths, frozen=frozen)
         # After its own steps the last one again, as for a lane that has ended.
         order = np.argsort(~steps.ran, axis=0, kind="stable")
         last = np.maximum(steps.ran.sum(0) - 1, 0)
@@ -150,8 +150,10 @@ class Checked(StepsInFlight):
         ran = np.sort(~steps.ran, axis=0) == 0
         if len(parts) > 1:  # no lane takes back two steps in sequence
             lengths = np.where(void[-1][:, None], parts[-2].lengths, lengths)
+        if frozen is not None:  # without steps that were taken back they are less
+            frozen = np.where(void.any(0)[:, None], 0, frozen)
         steps = jax.tree.map(lambda x: np.take_along_axis(x, order, 0), steps)
-        return dataclasses.replace(steps, ran=ran, lengths=lengths)
+        return dataclasses.replace(steps, ran=ran, lengths=lengths, frozen=frozen)
 
 
 class CheckedSteps:

@@ -13,12 +13,16 @@ policies that cut it there (SnapKV and similar policies, TOVA and H2O with dense
 it if the budget was not reached. A cut sequence is never continued here: a `Conversation` does
 that, turn by turn.
 
-How states are stored. Policies that evict overwrite slots in place, so a page holds another prefix
-a few tokens later: their states are copies of what the policy keeps, taken at a few places of a
-sequence (100 MB take about 0.05 ms at the rate of an H200's memory; not timed). A policy that only
-appends (`Policy.appends`) never writes to a full page again: its states share whole pages with
-sequences and with each other, cost nothing, and serve every prefix of whole pages. When a request
-ends, its pages become a state without a copy.
+How states are stored. Sequences and states share the pages that no continuation writes to
+(`Policy.frozen_slots`), and have their own copies of the others. DMS and other policies of delayed
+eviction overwrite only the slots of the last tokens, in place:
+
+    row of 16,384 tokens, 5,000 of them kept, window 16    pages 0 ... 76    shared
+                                                           pages 77 and 78   copied
+
+A policy that only appends (`Policy.appends`) never writes to a full page again: its states copy
+nothing, and serve every prefix of whole pages. Policies that may overwrite any slot (TOVA, H2O)
+copy all. When a request ends, its pages become a state without a copy.
 
 Where states are taken (as Marconi does, arXiv 2411.19379):
 
@@ -54,7 +58,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from dms_jax.cache.host_pages import NO_PAGE, HostPages, block_sizes, to_device, to_host
 from dms_jax.errors import ConfigError
@@ -70,6 +74,16 @@ if TYPE_CHECKING:
 # launch takes time of the engine. Without a limit, a pool full of other prompts' prefixes copies
 # each of them to the host, only to drop it there for the next one.
 TO_HOST, TO_HOST_AT_ONCE = 1e9, 2.0**30
+_NONE = np.zeros(0, np.int32)  # no pages
+
+
+def _firsts(counts: Int[np.ndarray, "L K"], held: Int[np.ndarray, "L K"]) -> Bool[np.ndarray, " n"]:
+    """Returns which pages are the first `counts` of each row, of `held` pages a row, row by row.
+
+    # counts: [[1, 2]]  held: [[3, 2]]  Out: [1, 0, 0, 1, 1]
+    """
+    columns = np.arange(held.max(initial=0))
+    return (columns < counts[..., None])[columns < held[..., None]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,6 +93,7 @@ class PrefixState:
     Attributes:
       node: its place in the tree, whose depth is the number of tokens.
       lengths: slots in use of each row.
+      frozen: those that no continuation writes to.
       pages: the pages of the rows, row by row, in the device's pool or in the host's.
       rows: the policy's state of each row, leaves [L, K, ...].
       ended: whether an answer ends here.
@@ -88,6 +103,7 @@ class PrefixState:
 
     node: Node
     lengths: Int[np.ndarray, "L K"]
+    frozen: Int[np.ndarray, "L K"]
     pages: Int[np.ndarray, " n"]
     rows: Any
     ended: bool = False
@@ -295,17 +311,19 @@ class Prefixes:
         least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
 
-    def shared_slots(self, request: "Request") -> int:
+    def shared_slots(self, request: "Request") -> "Int[np.ndarray, 'L K'] | int":
         """Returns the slots of each row in pages that a request would share with running ones."""
-        if not (self._runner.appends and self.serves(request)):
+        if not self.serves(request):
             return 0
         found = self._find(request, *self._readable(request))
         if found is None or found[0] not in self._on_device:
             return 0
-        state, count = found
-        pages = self._first_pages(state, count)
-        held = self._allocator.held_by_rows(pages.ravel()) // (pages.size // pages.shape[-1])
-        return held * self._runner.page_size
+        lengths, frozen, pages = self._first_pages(*found)
+        changing, _ = self._changing(lengths, frozen)
+        shared = self._allocator.held_by_rows(pages) & ~changing
+        row_of = np.repeat(np.arange(lengths.size), self._allocator.pages_for(lengths).ravel())
+        counts = np.bincount(row_of[shared], minlength=lengths.size)
+        return counts.reshape(lengths.shape) * self._runner.page_size
 
     # -- lookup -----------------------------------------------------------------------------------
 
@@ -346,67 +364,93 @@ class Prefixes:
         if found is None or not found[1]:
             return 0
         state, count = found
-        appends = self._runner.appends
-        lengths = np.full_like(state.lengths, count) if appends else state.lengths
         if state in self._on_host and not self._load(state):
-            if not self._write_to(lane, state, lengths):
+            lengths, frozen, slots = self._first_pages(state, count)
+            if not self._write_to(lane, state, lengths, slots):
                 return 0
-        elif appends:
-            self._touch(state)
-            self._allocator.share(lane, self._first_pages(state, count))
         else:
             self._touch(state)
-            self._copy_to(lane, state)
-        self._runner.load_lane(lane, lengths, count, state.rows)
+            lengths, frozen, pages = self._first_pages(state, count)
+            self._copy_to(lane, state, lengths, frozen, pages)
+        self._runner.load_lane(lane, lengths, frozen, count, state.rows)
         self._continued[lane] = count, state.ended
         request.meter.read_before(int(lengths.sum()))
         return count
 
-    def _copy_to(self, lane: int, state: PrefixState) -> None:
-        """Gives a lane copies of a state's pages, or the pages themselves if room is short.
+    def _copy_to(
+        self,
+        lane: int,
+        state: PrefixState,
+        lengths: Int[np.ndarray, "L K"],
+        frozen: Int[np.ndarray, "L K"],
+        pages: Int[np.ndarray, " n"],
+    ) -> None:
+        """Gives a lane the first pages of a state, and copies of those that it will write to.
 
-        A session needs its last answer no longer once its next turn runs: rather than other
-        sessions lose their states to a copy, the turn takes the pages.
+        A session needs its last answer no longer once its next turn runs: if room is short, the
+        turn takes those pages, rather than other sessions lose their states to a copy.
+
+        Args:
+          lane: the lane, which is empty.
+          state: the state.
+          lengths: the slots of each row that the lane gets.
+          frozen: those that it will not write to.
+          pages: their pages.
         """
-        allocator, counts = self._allocator, self._allocator.pages_for(state.lengths)
+        allocator, counts = self._allocator, self._allocator.pages_for(lengths)
+        changing, copied = self._changing(lengths, frozen)
         last_of_session = state.ended and not state.node.is_awaited
-        spared = not last_of_session or self._has_spare(counts)
-        if spared and allocator.can_take(counts, besides=state.pages):
+        spared = not last_of_session or self._has_spare(copied)
+        if spared and allocator.can_take(copied, besides=state.pages):
             self._pinned = state
-            allocator.give(lane, counts)
+            allocator.give(lane, counts, np.where(changing, allocator.no_page, pages))
             self._pinned = None
-            self._runner.copy_pages(state.pages, allocator.pages_of(lane, state.lengths))
+            if changing.any():
+                own = allocator.pages_of(lane, lengths)
+                self._runner.copy_pages(pages[changing], own[changing])
             return
-        pages = state.pages
         self._move_to_host(state)
         allocator.give(lane, counts, pages)
-        self._forget(pages)  # they change
+        allocator.drop(pages)
+        self._forget(pages[changing])
+
+    def _changing(
+        self, lengths: Int[np.ndarray, "L K"], frozen: Int[np.ndarray, "L K"]
+    ) -> tuple[Bool[np.ndarray, " n"], Int[np.ndarray, "L K"]]:
+        """Returns which pages of some rows a continuation writes to, and their number by row."""
+        counts = self._allocator.pages_for(lengths)
+        first = np.minimum(frozen // self._runner.page_size, counts)
+        return ~_firsts(first, counts), counts - first
 
     def _has_spare(self, counts: Int[np.ndarray, "L K"]) -> bool:
         """Whether rows can get so many pages without those of states that are still needed."""
         if self._allocator.has_spare(counts):
             return True
         replaced = itertools.takewhile(lambda each: each.superseded, self._on_device)
-        pages = np.concatenate([np.zeros(0, np.int32), *(each.pages for each in replaced)])
+        pages = np.concatenate([_NONE, *(each.pages for each in replaced)])
         return self._allocator.has_spare(counts, pages)
 
-    def _write_to(self, lane: int, state: PrefixState, lengths: Int[np.ndarray, "L K"]) -> bool:
+    def _write_to(
+        self,
+        lane: int,
+        state: PrefixState,
+        lengths: Int[np.ndarray, "L K"],
+        slots: Int[np.ndarray, " n"],
+    ) -> bool:
         """Copies a state from host memory to a lane; False if the pool has no room for it.
 
         Args:
           lane: the lane, which is empty.
           state: the state; the pool has no room for another copy of it.
           lengths: the slots of each row to copy.
+          slots: their pages in host memory.
         """
         allocator, counts = self._allocator, self._allocator.pages_for(lengths)
-        if not allocator.can_take(counts):
+        if not allocator.can_take(counts, besides=_NONE):
             return False
         del self._on_host[state]  # so that making room does not drop it
-        allocator.give(lane, counts)
+        allocator.give(lane, counts, np.full(counts.sum(), allocator.no_page, np.int32))
         self._on_host[state] = None
-        held = allocator.pages_for(state.lengths)
-        first = np.arange(held.max()) < counts[..., None]
-        slots = state.pages[first[np.arange(held.max()) < held[..., None]]]
         self._write(slots, allocator.pages_of(lane, lengths))
         return True
 
@@ -416,10 +460,15 @@ class Prefixes:
         for targets, block in self._host.read(slots, pages):
             self._runner.write_pages(targets, block)
 
-    def _first_pages(self, state: PrefixState, count: int) -> Int[np.ndarray, "L K m"]:
-        """Returns the pages of the first `count` tokens of a state whose rows are all equal."""
-        columns = state.pages.reshape(*state.lengths.shape, -1)
-        return columns[..., : count // self._runner.page_size]
+    def _first_pages(
+        self, state: PrefixState, count: int
+    ) -> tuple[Int[np.ndarray, "L K"], Int[np.ndarray, "L K"], Int[np.ndarray, " n"]]:
+        """Returns `lengths`, `frozen` and `pages` of a state, or of its first `count` tokens."""
+        lengths, frozen = state.lengths, state.frozen
+        if self._runner.appends:
+            lengths = frozen = np.full_like(lengths, count)
+        counts, held = (self._allocator.pages_for(each) for each in (lengths, state.lengths))
+        return lengths, frozen, state.pages[_firsts(counts, held)]
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -472,10 +521,11 @@ class Prefixes:
         *,
         ended: bool,
     ) -> None:
-        allocator, lengths = self._allocator, self._runner.reservation.lengths_of(lane)
+        allocator, reservation = self._allocator, self._runner.reservation
+        lengths, frozen = reservation.lengths_of(lane).copy(), reservation.frozen_of(lane).copy()
         if self._runner.appends:
             tokens = tokens[: self._round_to_pages(len(tokens))]
-            lengths = np.full_like(lengths, len(tokens))
+            lengths[:] = frozen[:] = len(tokens)
         if len(tokens) < self._runner.page_size:
             return
         node = self._tree(request).insert(tokens)
@@ -483,21 +533,24 @@ class Prefixes:
             if node.state in self._on_device:
                 self._touch(node.state)
             return
-        takes_a_copy = not (ended or self._runner.appends)
+        changing, copied = self._changing(lengths, frozen)
+        if ended:
+            changing[:] = False  # the lane leaves them to the state
         awaited = len(node.children) + node.ends > 1 or node.is_awaited
-        if takes_a_copy and not awaited and not self._keeps_end(lane, request):
+        if changing.any() and not awaited and not self._keeps_end(lane, request):
             return
         pages = allocator.pages_of(lane, lengths)
-        state = PrefixState(node, lengths.copy(), pages, rows, ended)
-        if ended or self._runner.appends:
-            allocator.hold(pages)
-        elif (own := allocator.take(allocator.pages_for(lengths))) is not None:
-            self._runner.copy_pages(pages, own)
-            state.pages = own
-        else:  # the pool is full of running requests
-            self._move_to_host(state)
-            self._forget(pages)  # they change
-            return
+        state = PrefixState(node, lengths, frozen, pages, rows, ended)
+        if changing.any():
+            own = allocator.take(copied, besides=_NONE)
+            if own is None:  # the pool is full of running requests
+                self._move_to_host(state)
+                self._forget(pages[changing])
+                return
+            self._runner.copy_pages(pages[changing], own)
+            state.pages = pages.copy()
+            state.pages[changing] = own
+        allocator.hold(state.pages[~changing])
         node.set_state(state)
         self._on_device[state] = None
         self._replace(lane, state)
@@ -511,8 +564,9 @@ class Prefixes:
         _, behind_answer = self._continued.get(lane, (0, False))
         if self._runner.appends or not behind_answer or request.sampling.stop:
             return True
-        lengths = self._runner.reservation.lengths_of(lane)
-        return self._has_spare(self._allocator.pages_for(lengths))
+        reservation = self._runner.reservation
+        _, copied = self._changing(reservation.lengths_of(lane), reservation.frozen_of(lane))
+        return self._has_spare(copied)
 
     def _replace(self, lane: int, state: PrefixState) -> None:
         """Marks the states that leave first: those that its request continued are replaced.
@@ -648,7 +702,7 @@ class Prefixes:
         needed = np.bincount(row_of[away], minlength=counts.size).reshape(counts.shape)
         allocator.hold(pages[~away])
         del self._on_host[state]  # others make room for it
-        if (own := allocator.take(needed)) is None:
+        if (own := allocator.take(needed, besides=pages[~away])) is None:
             allocator.drop(pages[~away])
             self._on_host[state] = None
             return False

@@ -26,7 +26,13 @@ from dms_jax import compilation, executables, sharding
 from dms_jax.cache import Cache
 from dms_jax.cache.host_values import HostRows, Tail
 from dms_jax.generation.sampling import Filter, Given, likeliest, look_up, sample
-from dms_jax.model.caching import cache_shape, cache_specs, init_cache, init_state
+from dms_jax.model.caching import (
+    cache_shape,
+    cache_specs,
+    frozen_slots,
+    init_cache,
+    init_state,
+)
 from dms_jax.model.transformer import Transformer
 from dms_jax.model.unpadded import Unpadded
 from dms_jax.policies import Policy
@@ -327,7 +333,8 @@ class Steps:
     asked for. `greedy` says whether each given token is the likeliest; None unless tokens are
     given. `finite` says whether the logits were numbers. `likeliest` and `highest`, None unless
     tokens are masked or checked, are the likeliest token and its log-probability. At the end of
-    the chunk `lengths` are the slots in use of each row.
+    the chunk `lengths` are the slots in use of each row, and `frozen` those that are never written
+    again (`frozen_slots`).
     """
 
     tokens: Any  # Int[C, B]
@@ -340,6 +347,7 @@ class Steps:
     live: Any = None  # Int[C, B]
     reads: Any = None  # Int[C, B]
     lengths: Any = None  # Int[L, B, K]
+    frozen: Any = None  # Int[L, B, K] | None
 
 
 @struct.dataclass
@@ -353,6 +361,7 @@ class Extension:
     before: Any  # Int[b]
     live: Any  # Int[b, T]
     lengths: Any  # Int[L, B, K], slots in use of each row of the cache after it
+    frozen: Any = None  # Int[L, B, K] | None, those that are never written again
 
 
 def bucket(size: int) -> int:
@@ -558,7 +567,8 @@ def extend(
     )
     before = lengths.sum((0, 2), dtype=jnp.int32)
     hidden = sharding.constrain(hidden, None, None)  # as `keep_hidden` is compiled for it
-    return cache, Extension(hidden, before, passed.live, cache.lengths), tail
+    frozen = _frozen_slots(transformer, policy, cache)
+    return cache, Extension(hidden, before, passed.live, cache.lengths, frozen), tail
 
 
 @functools.partial(Program, donate_argnums=0)
@@ -683,8 +693,14 @@ def decode(
     given = rule.tokens if isinstance(rule, Given) else None
     (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
     cache, tail = detach_tail(cache)
-    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
+    frozen = _frozen_slots(transformer, policy, cache)
+    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths, frozen=frozen))
     return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
+
+
+def _frozen_slots(transformer: Transformer, policy: Policy, cache: Cache) -> Array | None:
+    """Returns `frozen_slots` of the cache; None on a mesh, where no prefixes are kept."""
+    return None if sharding.has_mesh() else frozen_slots(transformer.config, policy, cache)
 
 
 def _read_newest(
@@ -798,7 +814,8 @@ def step(
         if undo is not None:
             undo = jax.lax.with_sharding_constraint(undo, Undo.of(specs))
         hidden, positions = (sharding.constrain(x, *[None] * x.ndim) for x in (hidden, positions))
-    steps = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
+    frozen = _frozen_slots(transformer, policy, cache)
+    steps = Packed.of(dataclasses.replace(one, lengths=cache.lengths, frozen=frozen))
     return cache, steps, new, DrawInputs(hidden, positions), undo, tail
 
 

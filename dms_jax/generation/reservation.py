@@ -23,6 +23,7 @@ class _Prompts:
     """The last prefill program, until the lengths after it are collected; see `add_prompts`."""
 
     lengths: Array
+    frozen: Array | None
     counts: Int[np.ndarray, " B"]
     ends: Bool[np.ndarray, " B"]
 
@@ -76,6 +77,7 @@ class Reservation:
         """Starts anew with empty rows over the pages of an allocator."""
         self.allocator = allocator
         self._lengths = np.zeros(allocator.reserved.shape, np.int64)
+        self._frozen = np.zeros_like(self._lengths)
         num_lanes = self._lengths.shape[1]
         self._prompts: _Prompts | None = None  # not collected yet
         self.steps_in_flight = np.zeros(num_lanes, np.int64)
@@ -95,6 +97,12 @@ class Reservation:
             self.collect_prompts()
         return self._lengths[:, lane]
 
+    def frozen_of(self, lane: int) -> Int[np.ndarray, "L K"]:
+        """Returns how many of each row's first slots are never written again, as far as known."""
+        lengths = self.lengths_of(lane)
+        appends = self.policy.appends and self._windows is None
+        return lengths if appends else self._frozen[:, lane]
+
     def add_uniform(self, counts: Int[np.ndarray, " B"]) -> None:
         """Counts tokens that a program adds to every row of their lanes without evicting any."""
         self._lengths = self.lengths + counts[:, None]
@@ -102,6 +110,7 @@ class Reservation:
     def add_prompts(
         self,
         lengths: Array,
+        frozen: Array | None,
         counts: Int[np.ndarray, " B"],
         ends: Bool[np.ndarray, " B"],
         *,
@@ -111,13 +120,14 @@ class Reservation:
 
         Args:
           lengths: Int[L, B, K] on the device, the slots in use of each row after it.
+          frozen: Int[L, B, K] on the device, those that are never written again, if known.
           counts: number of its tokens per lane.
           ends: whether they complete the prompt of the lane.
           prompt: whether its tokens belong to prompts.
         """
         self.collect_prompts()  # those before it, while it runs
         self.allocator.trim(self.slots_after(counts, prompt=prompt))
-        self._prompts = _Prompts(lengths, counts, ends)
+        self._prompts = _Prompts(lengths, frozen, counts, ends)
 
     def add_steps(self, most: Int[np.ndarray, " B"]) -> None:
         """Counts the steps of a program that was launched, at most `most` of each lane."""
@@ -127,11 +137,13 @@ class Reservation:
         """Waits for the last prompts, and stores the lengths after them."""
         if self._prompts is not None:
             prompts, self._prompts = self._prompts, None
-            self._set_lengths(np.asarray(prompts.lengths), prompts.counts > 0)
+            frozen = None if prompts.frozen is None else np.asarray(prompts.frozen)
+            self._set_lengths(np.asarray(prompts.lengths), frozen, prompts.counts > 0)
 
     def collect_steps(
         self,
         lengths: Int[np.ndarray, "L B K"],
+        frozen: Int[np.ndarray, "L B K"] | None,
         *,
         ran: Bool[np.ndarray, " B"],
         most: Int[np.ndarray, " B"],
@@ -142,6 +154,7 @@ class Reservation:
 
         Args:
           lengths: the slots in use of each row after it.
+          frozen: those that are never written again, if known.
           ran: lanes that took a step in it.
           most: the steps that each lane could take in it.
           ended: lanes whose answer ended in it; they are idle in programs launched since.
@@ -149,10 +162,13 @@ class Reservation:
         """
         left = np.where(ended, 0, self.steps_in_flight - most)
         self.steps_in_flight = np.where(current, left, self.steps_in_flight)
-        self._set_lengths(lengths, ran)
+        self._set_lengths(lengths, frozen, ran)
 
     def _set_lengths(
-        self, lengths: Int[np.ndarray, "L B K"], lanes: Bool[np.ndarray, " B"]
+        self,
+        lengths: Int[np.ndarray, "L B K"],
+        frozen: Int[np.ndarray, "L B K"] | None,
+        lanes: Bool[np.ndarray, " B"],
     ) -> None:
         """Updates the lengths of `lanes` from a finished program.
 
@@ -163,18 +179,25 @@ class Reservation:
         held = self.allocator.reserved * self.page_size
         assert (lengths <= held)[:, lanes].all(), "a row outgrew its reserve"
         self._lengths = np.where(lanes[:, None], lengths, self._lengths).astype(np.int64)
+        if frozen is not None:
+            known = np.maximum(self._frozen, frozen)
+            self._frozen = np.where(lanes[:, None], known, self._frozen)
 
     def copy(self, source_of: Mapping[int, int]) -> None:
         """Sets the lengths of lanes to those of the lanes whose sequences they copy."""
-        self.lengths[:, list(source_of)] = self.lengths[:, list(source_of.values())]
+        targets, sources = list(source_of), list(source_of.values())
+        for each in (self.lengths, self._frozen):
+            each[:, targets] = each[:, sources]
 
-    def set_lengths_of(self, lane: int, lengths: Int[np.ndarray, "L K"]) -> None:
-        """Sets the lengths of a lane for which nothing is in flight."""
-        self._lengths[:, lane] = lengths
+    def set_lengths_of(
+        self, lane: int, lengths: Int[np.ndarray, "L K"], frozen: Int[np.ndarray, "L K"]
+    ) -> None:
+        """Sets the lengths of a lane for which nothing is in flight; see `frozen_of`."""
+        self._lengths[:, lane], self._frozen[:, lane] = lengths, frozen
 
     def release_lanes(self, lanes: list[int]) -> None:
         """Empties lanes and frees their pages, even if programs are in flight for them."""
-        self._lengths[:, lanes] = 0
+        self._lengths[:, lanes] = self._frozen[:, lanes] = 0
         self.steps_in_flight[lanes] = 0
         self.epochs = self.epochs.copy()  # programs in flight have the old array
         self.epochs[lanes] += 1

@@ -508,9 +508,9 @@ class Runner:
         if self._keeps_all:
             self.reservation.add_uniform(added)
         else:
-            given = extension.lengths, added, ends[:-1]
+            given = extension.lengths, extension.frozen, added, ends[:-1]
             self.reservation.add_prompts(*given, prompt=batch.prompt)
-            _send_to_host(extension.lengths)
+            _send_to_host((extension.lengths, extension.frozen))
         _send_to_host((extension.live, extension.before))
         all_rows = self.model.config.num_layers * self.model.config.num_kv_heads
         rows = all_rows * shape.one_pass
@@ -593,7 +593,12 @@ class Runner:
         steps = dataclasses.replace(steps, ran=steps.ran & current)
         counts = steps.ran.sum(0)
         self.reservation.collect_steps(
-            steps.lengths, ran=counts > 0, most=program.most, ended=ended, current=current
+            steps.lengths,
+            steps.frozen,
+            ran=counts > 0,
+            most=program.most,
+            ended=ended,
+            current=current,
         )
         self.seen = self.seen + counts
         if self.host is not None:
@@ -691,17 +696,25 @@ class Runner:
         found = [rows for group in groups for rows in programs.read_lanes(self.cache, group)]
         return dict(zip(lanes, found, strict=False))  # the last group may be longer
 
-    def load_lane(self, lane: int, lengths: Int[np.ndarray, "L K"], tokens: int, rows: Any) -> None:
+    def load_lane(
+        self,
+        lane: int,
+        lengths: Int[np.ndarray, "L K"],
+        frozen: Int[np.ndarray, "L K"],
+        tokens: int,
+        rows: Any,
+    ) -> None:
         """Sets the state of an empty lane that has the pages of a sequence.
 
         Args:
           lane: the lane.
           lengths: slots in use of each row.
+          frozen: those that are never written again.
           tokens: number of tokens of the sequence.
           rows: the policy's state of each row, from `read_lanes`.
         """
         self.copies.add_load(lane, Load(lengths, tokens, rows))
-        self.reservation.set_lengths_of(lane, lengths)
+        self.reservation.set_lengths_of(lane, lengths, frozen)
         self.seen = self.seen.copy()  # a program in flight may use the old array
         self.seen[lane] = tokens
 

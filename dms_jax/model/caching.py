@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from dms_jax import sharding
 from dms_jax.cache import Cache, Pool
@@ -125,6 +125,22 @@ def cache_shape(
         num_pages=num_pages,
         page_size=page_size,
     )
+
+
+def frozen_slots(config: ModelConfig, policy: Policy, cache: Cache) -> Array | None:
+    """Returns how many of each row's first slots are never written again, Int[L, B, K].
+
+    None if they are those in use or none; see `Policy.frozen_slots`.
+    """
+    if config.window is None:
+        if policy.appends:
+            return None
+        return policy.frozen_slots(cache.row_state, cache.lengths, cache.seen)
+    full = np.flatnonzero(~np.asarray(config.windowed))
+    if not full.size:
+        return None
+    found = policy.frozen_slots(cache.row_state.growing, cache.lengths[full], cache.seen)
+    return None if found is None else jnp.zeros_like(cache.lengths).at[full].set(found)
 
 
 def cache_specs(cache: Cache, num_kv_heads: int) -> Any:

@@ -146,6 +146,21 @@ class Policy(Options):
         """
         return False
 
+    def frozen_slots(
+        self, rows: Any, lengths: Int[Array, "*rows"], seen: Int[Array, " B"]
+    ) -> Int[Array, "*rows"] | None:
+        """Returns how many of each row's first slots are never written again; None: not known.
+
+        Sequences that continue the same tokens share the pages of these slots.
+
+        Args:
+          rows: the state of the rows (`PolicyState.rows`).
+          lengths: slots in use, [..., B, K].
+          seen: tokens so far.
+        """
+        del rows, seen
+        return lengths if self.appends else None
+
     @property
     def can_undo(self) -> bool:
         """Whether a decode step can be taken back by restoring lengths and `state.rows`.

@@ -65,6 +65,16 @@ class DelayedEviction(Policy):
         """See `Policy.can_undo`: unless a token decides about the slot that it takes."""
         return self.mark_shift <= self.visible_window
 
+    def frozen_slots(self, rows, lengths, seen):
+        """See `Policy.frozen_slots`: those before the slots of the last W tokens.
+
+        A token takes a new slot or one of these, so the first of them never moves back.
+        """
+        ring = base_rows(rows)
+        held = jnp.arange(ring.shape[-1]) < seen[:, None, None]
+        first = jnp.where(held, ring // 2, FOREVER).min(-1)
+        return jnp.minimum(first, lengths)
+
     def share_kept(self, compression_ratio: float | int) -> float:
         """Returns the expected fraction of tokens kept when they leave the window."""
         return 1 / compression_ratio if self.retrofit.needed else 1.0

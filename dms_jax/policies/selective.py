@@ -18,7 +18,7 @@ from dms_jax.policies.vanilla import Vanilla
 
 @delegate(
     *("over", "appends", "visible_window", "footprint", "decide", "borrowed", "init_state"),
-    *("merge", "write", "written", "evicted"),
+    *("merge", "frozen_slots", "write", "written", "evicted"),
 )
 @dataclasses.dataclass(frozen=True)
 class SelectiveReading(Policy):

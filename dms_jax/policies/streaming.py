@@ -104,6 +104,12 @@ class StreamingLLM(EvictionByToken, DelayedEviction):
         marks = (tokens.positions >= self.sinks)[:, None]
         return Decisions(marks=jnp.broadcast_to(marks, shape))
 
+    def frozen_slots(self, rows, lengths, seen):
+        """See `Policy.frozen_slots`: none with a compression ratio."""
+        if self.compression_ratio is not None:
+            return None
+        return super().frozen_slots(rows, lengths, seen)
+
     # -- with a compression ratio -----------------------------------------------------------------
 
     def init_state(self, shape: CacheShape) -> PolicyState:

@@ -174,14 +174,13 @@ def test_page_is_free_without_rows_and_prefixes():
     pages, freed = make(), []
     pages.on_free = lambda given: freed.append(sorted(given.tolist()))
     pages.reserve(slots_of(0, 6))  # 8 pages
-    first = pages.table[:, 0, :, :1].copy()
-    held = np.sort(pages.pages_of(0, np.full((LAYERS, KV_HEADS), 3)))
-    assert sorted(first.ravel().tolist()) == held.tolist()
+    first, one = pages.pages_of(0, np.full((LAYERS, KV_HEADS), 3)), np.ones((LAYERS, KV_HEADS), int)
+    held = np.sort(first)
     pages.hold(held)
-    pages.share(1, first)
-    pages.share(2, first)
+    pages.give(1, one, first)
+    pages.give(2, one, first)
     assert pages.reserved[:, 1].tolist() == [[1, 1], [1, 1]]
-    assert pages.held_by_rows(held) == 4
+    assert pages.held_by_rows(held).all()
     assert pages.pages_in_use == 8
     pages.reserve(slots_of(1, 5))  # each one after its shared pages
     assert pages.pages_in_use == 12
@@ -196,22 +195,41 @@ def test_page_is_free_without_rows_and_prefixes():
 
 
 def test_prefixes_of_uneven_rows_take_and_return_pages():
-    pages, counts = make(), np.array([[3, 1], [0, 2]])
-    taken = pages.take(counts)
+    pages, counts, none = make(), np.array([[3, 1], [0, 2]]), np.zeros(0, np.int32)
+    taken = pages.take(counts, none)
     assert taken is not None
     assert len(set(taken.tolist())) == 6
     assert pages.pages_of_prefixes == 6
-    assert pages.take(np.full((LAYERS, KV_HEADS), 6)) is None
-    assert pages.can_take(np.full((LAYERS, KV_HEADS), 5))  # it would yield
+    assert pages.take(np.full((LAYERS, KV_HEADS), 6), none) is None
+    assert pages.can_take(np.full((LAYERS, KV_HEADS), 5), none)  # it would yield
     assert pages.can_take(np.array([[14, 0], [0, 0]]), besides=taken)
     assert not pages.can_take(np.array([[15, 0], [0, 0]]), besides=taken)
+    pages.hold(taken)  # another prefix shares them, so none yields them
+    assert not pages.can_take(np.array([[15, 0], [0, 0]]), besides=taken)
+    pages.drop(taken)
     pages.give(2, counts, taken)
+    pages.drop(taken)
     assert pages.pages_of_prefixes == 0
     assert pages.pages_of(2, counts * 3).tolist() == taken.tolist()
     assert pages.reserved[:, 2].tolist() == counts.tolist()
-    pages.give(3, counts)
+    pages.give(3, counts, np.full(6, pages.no_page))
     check(pages, (1, 1))
     pages.release(np.array([2, 3]))
+    assert pages.free_pages == 20
+
+
+def test_sequence_shares_some_pages_and_gets_others():
+    pages, counts = make(), np.array([[3, 1], [0, 2]])
+    pages.give(0, counts, np.full(6, pages.no_page))
+    first = pages.pages_of(0, counts * 3)
+    changing = np.array([False, False, True, True, False, True])
+    pages.give(1, counts, np.where(changing, pages.no_page, first))
+    second = pages.pages_of(1, counts * 3)
+    assert (first == second).tolist() == (~changing).tolist()
+    assert pages.pages_in_use == 9
+    pages.release(np.array([0]))
+    assert pages.pages_in_use == 6
+    pages.release(np.array([1]))
     assert pages.free_pages == 20
 
 
@@ -230,7 +248,7 @@ def test_changes_update_an_old_table(orders):
             pages.release(np.array([sequence]))
         else:
             pages.release(np.array([sequence]))
-            pages.give(sequence, np.full((LAYERS, KV_HEADS), 2))
+            pages.give(sequence, np.full((LAYERS, KV_HEADS), 2), np.full(8, pages.no_page))
         if number % 3 == 2:
             continue
         changes, new = pages.take_changes(), pages.table_of_width(width)

@@ -471,6 +471,32 @@ def test_appending_policy_shares_pages():
     assert max(running) == 4
 
 
+def test_states_of_delayed_eviction_share_frozen_pages():
+    """A page that no continuation writes to is in the pool once, on the host too."""
+    engine = engine_of("evicts", 4, prefix_cache=1e6)
+    start = story_tokens()[:49]
+    given = [start + question for question in QUESTIONS[:3]]
+    for prompt in given:
+        ask(engine, "evicts", [prompt])
+    prefixes = engine.runner.prefixes
+    states = [each for each in prefixes._on_device if each.node.depth >= 48]
+    assert len(states) == 4  # the end of all prompts, and of each answer
+    (document,) = (each for each in states if not each.ended)
+    whole = int((document.frozen // PAGE).sum())
+    assert whole >= document.frozen.size  # at least a page of each row
+    for state in states:
+        assert (state.lengths - state.frozen <= 11).all()  # the window and the newest token
+        assert len(np.intersect1d(state.pages, document.pages)) in (whole, len(document.pages))
+    once = prefixes._allocator.pages_of_prefixes
+    assert once <= sum(len(each.pages) for each in prefixes._on_device) - 3 * whole
+    held = np.unique(np.concatenate([each.pages for each in prefixes._on_device]))
+    assert len(held) == once
+    prefixes._reclaim(0, once)
+    assert prefixes.counts.bytes == 0
+    assert prefixes.counts.host_states >= 2
+    assert cached(ask(engine, "evicts", given)) == [48] * 3
+
+
 @pytest.mark.parametrize(("name", "own"), [("evicts", 2), ("bounded", 1)])
 def test_least_recently_used_prefix_is_dropped_first(name, own):
     """The last prompt has used `own` states, of the prompt and of an earlier answer."""

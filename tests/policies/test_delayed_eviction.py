@@ -47,6 +47,7 @@ def check_chunks(policy, window, shift, marks, chunks, width):
     rows = state_of(policy, BATCH, KV_HEADS, HEAD_DIM).rows
     lengths = np.zeros((BATCH, KV_HEADS), np.int32)
     seen = np.zeros(BATCH, np.int32)
+    frozen = np.zeros_like(lengths)
     stored = {
         (b, k): np.full(LENGTH + PAGE_SIZE, -1) for b in range(BATCH) for k in range(KV_HEADS)
     }
@@ -86,7 +87,15 @@ def check_chunks(policy, window, shift, marks, chunks, width):
                 want = np.flatnonzero(masks[b, k][first + token])
                 assert sorted(sees) == want.tolist()
             assert (until[lengths[b, k] :] == FOREVER).all()
+            assert before[: frozen[b, k]].tolist() == slots[: frozen[b, k]].tolist()
         lengths, seen = placement["lengths"], seen + counts
+        frozen = np.asarray(policy.frozen_slots(rows, lengths, seen))
+        for (
+            b,
+            k,
+        ), slots in stored.items():  # those before the last W tokens, the earliest possible
+            recent = slots[: lengths[b, k]] >= seen[b] - window - 1
+            assert frozen[b, k] == (np.argmax(recent) if seen[b] else 0)
 
 
 @pytest.mark.parametrize(("window", "shift"), [(2, 1), *further((0, 0), (0, 1), (6, 2), (6, 7))])

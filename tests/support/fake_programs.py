@@ -98,6 +98,20 @@ def _grows(policy: Policy, length: Any, chance: Any) -> Any:
 # -- the programs ------------------------------------------------------------------------------
 
 
+def _reused(policy: Policy, length: Any, position: Any) -> Any:
+    """The slot that a token takes in a row of `length` slots that does not grow."""
+    if isinstance(policy, RandomEviction | DMS):
+        return length - 1 - position % (policy.window + 1)
+    return position % length
+
+
+def _frozen(policy: Policy, lengths: Any) -> Any:
+    """How many of each row's first slots no later token takes; None if any may be taken."""
+    if isinstance(policy, RandomEviction | DMS):
+        return jnp.maximum(lengths - policy.window - 1, 0)
+    return None
+
+
 def _entry(tokens, positions, vocabulary: int, slot):
     """The number that an adapter writes for a token, exact in float32."""
     return positions * vocabulary + (tokens + _OF_ADAPTER * slot) % vocabulary
@@ -110,7 +124,7 @@ def _append(transformer, cache, table, tokens, active, policy: Policy):
     rows = jnp.arange(num_layers * num_kv_heads).reshape(num_layers, 1, num_kv_heads)
     positions, lengths = cache.seen[:, None], cache.lengths
     grows = _grows(policy, lengths, _mix(rows, positions) % 16)
-    slots = jnp.where(grows, lengths, positions % jnp.maximum(lengths, 1))
+    slots = jnp.where(grows, lengths, _reused(policy, jnp.maximum(lengths, 1), positions))
     lengths = jnp.where(active[:, None], lengths + grows, lengths)
 
     def page_of(slots):
@@ -231,7 +245,8 @@ def extend(transformer, cache, host, table, lanes, tokens, counts, ends, policy,
     hidden = jnp.zeros((len(counts), transformer.config.hidden_size), cache.k_pages.dtype)
     hidden = hidden.at[:, 0].set(read.astype(hidden.dtype)).at[:, 1].set(broken)
     before = lengths.sum((0, 2), dtype=jnp.int32)
-    return cache, programs.Extension(hidden, before, live.T, cache.lengths), None
+    frozen = _frozen(policy, cache.lengths)
+    return cache, programs.Extension(hidden, before, live.T, cache.lengths, frozen), None
 
 
 def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, tokens):
@@ -265,7 +280,8 @@ def decode(
     given = rule.tokens if isinstance(rule, Given) else None
     carry = cache, tokens, remaining
     (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
-    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths))
+    frozen = _frozen(policy, cache.lengths)
+    steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths, frozen=frozen))
     return cache, steps, newest, None
 
 
@@ -296,7 +312,8 @@ def step(transformer, cache, host, table, undo, tokens, control, seeds, policy, 
     )
     one = jax.tree.map(lambda x: x[None], one)
     hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
-    packed = Packed.of(dataclasses.replace(one, lengths=cache.lengths))
+    frozen = _frozen(policy, cache.lengths)
+    packed = Packed.of(dataclasses.replace(one, lengths=cache.lengths, frozen=frozen))
     return cache, packed, new, programs.DrawInputs(hidden, cache.seen), undo, None
 
 
@@ -408,7 +425,7 @@ def answer_of(
                 row.append(None)
                 place = len(row) - 1
             else:
-                place = position % len(row)
+                place = _reused(rule, len(row), position)
             row[place] = _entry(newest, position, vocabulary, slot)
             read += _mix_of(number, row[reads % len(row)])
         if has_state:
