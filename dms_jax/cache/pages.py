@@ -228,7 +228,7 @@ class PageAllocator:
         for number in range(len(self._free)):
             self._give_back(number, pages[lists == number], self._prefixes)
 
-    def can_take(self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"]) -> bool:
+    def can_take(self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " _"]) -> bool:
         """Whether enough pages per row, except `besides`, are free or held only by prefixes."""
         if self.has_spare(counts):
             return True
@@ -251,7 +251,7 @@ class PageAllocator:
         return np.repeat(self._shard[:, 0].ravel(), counts.ravel())
 
     def take(
-        self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " n"]
+        self, counts: Int[np.ndarray, "L K"], besides: Int[np.ndarray, " _"]
     ) -> Int[np.ndarray, " n"] | None:
         """Takes pages for each row of a prefix, row by row; None if there are too few.
 
