@@ -1,23 +1,27 @@
 """Decode steps whose tokens the host checks against grammars.
 
 What a grammar allows next depends on the token before, which is drawn on the device, and a mask of
-the whole vocabulary takes the host ten times as long as a check of one token. So each step draws
-freely, and the host checks its tokens while the next step already runs with them. A lane whose
-token is not allowed takes that next step back, its token is drawn again under a mask, and it is one
-step late. Other lanes do not notice:
+the whole vocabulary takes the host ten times as long as a check of one token. So steps draw freely,
+several in a program, and the host checks their tokens while the next program already runs with
+them. A lane whose token is not allowed takes its steps after that token back, and the token is
+drawn again under a mask. Other lanes do not notice:
 
-    device | step 1 | step 2 | draw again: lane 5 | step 3: lane 5 runs step 2 again | ...
-    host            | check 1: lane 5, a mask | launch | check 2 | launch | ...
+    device | steps 1-8 | steps 9-16 | draw 3 again: lane 5  | steps 17-24; lane 5 runs steps 4-11
+    host               | check 1-8: lane 5 refuses 3, mask  | check 9-16, but not of lane 5 | ...
 
-Two steps are in flight without a check, also between two chunks, while the engine records results,
+One program is in flight without a check, also between two chunks, while the engine records results,
 sends text and admits requests. `CheckedSteps.settle` ends that, where the engine needs all results.
+
+To take steps back, a program keeps the state of each row after each step, and what the slots held
+that its steps may overwrite (`programs.Trail`).
 
 A token that was drawn freely and is allowed, else one drawn among the allowed ones, is distributed
 like one drawn among the allowed ones. With top-k, top-p or min-p the first draw filters the whole
 vocabulary, and the second one the allowed tokens.
 
-The check comes before the next step under a policy whose steps cannot be taken back
-(`Policy.can_undo`), and while most tokens are refused.
+Programs have one step while more than a few tokens are refused, and under a policy whose window is
+shorter than their steps. The check comes before the next step under a policy whose steps cannot be
+taken back (`Policy.can_undo`), and while most tokens are refused.
 """
 
 import collections
@@ -39,8 +43,13 @@ from dms_jax.model.language_model import use_mesh
 
 # Lanes whose tokens are drawn again in a small program; if they are more, all lanes are in it.
 FEW = 16
-# Share of refused tokens from which the next step waits for the check: half of it would be void.
+# Share of refused tokens up to which a program has several steps. A refusal voids the steps of its
+# lane after it in two programs, 12 of 16 on average.
+FEW_REFUSED = 0.03
+# Share from which the next step waits for the check: half of it would be void.
 MOST_REFUSED = 0.5
+# Part of the last check in these shares.
+_NEWEST = 0.25
 _DONE = object()
 _thread = concurrent.futures.ThreadPoolExecutor(1, "dms_jax grammars")
 
@@ -54,106 +63,113 @@ class Redrawn:
 
     Attributes:
       lanes: their lanes.
+      steps: their steps in the program.
       entries: their entries in the result.
-      result: the tokens and, if asked for, their log-probabilities, on the device.
+      result: the tokens, their log-probabilities, if asked for, and the lengths of the lanes' rows,
+        on the device.
     """
 
     lanes: Int[np.ndarray, " n"]
+    steps: Int[np.ndarray, " n"]
     entries: Int[np.ndarray, " n"]
     result: Packed
 
-    def read(self) -> tuple[Int[np.ndarray, " n"], Any]:
-        """Waits for the tokens; returns them with their log-probabilities or None."""
-        tokens, logprobs = self.result.read()
-        return tokens[self.entries], None if logprobs is None else logprobs[self.entries]
-
-    def of(self, lanes: Bool[np.ndarray, " B"]) -> "Redrawn":
-        """Returns those of some lanes."""
-        kept = lanes[self.lanes]
-        return Redrawn(self.lanes[kept], self.entries[kept], self.result)
-
 
 @dataclasses.dataclass
-class _Step:
-    """A launched step.
+class _Program:
+    """A launched program of C steps.
 
     Attributes:
       result: its results on the device.
-      newest: Int[B] on the device, its tokens.
-      source: what they were drawn from.
+      trail: what tokens are drawn again from.
       tail: the values that the host must write, if it holds any.
       before: Int[B], the newest tokens before it.
       begins: lanes whose matcher has not consumed that token.
-      redrawn_before: tokens that were drawn again since the step before was launched.
-      active: lanes that take part, unless the token before has ended them.
-      void: lanes that take it back, or that were released since.
+      most: Int[B], the most steps that each lane takes.
+      kept: Int[B], the first steps that each lane does not take back; all of a lane that was
+        released.
       check: the check of its tokens, once that has begun.
       redrawn: its tokens that were drawn again.
     """
 
     result: Packed
-    newest: Array
-    source: programs.DrawInputs
+    trail: programs.Trail
     tail: Any
     before: Any
     begins: Bool[np.ndarray, " B"]
-    redrawn_before: list[Redrawn]
-    active: Bool[np.ndarray, " B"]
-    void: Bool[np.ndarray, " B"]
+    most: Int[np.ndarray, " B"]
+    kept: Int[np.ndarray, " B"]
     check: concurrent.futures.Future | None = None
     redrawn: Redrawn | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of steps."""
+        return len(self.trail.seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked(StepsInFlight):
-    """Consecutive steps whose tokens are checked, a program each.
+    """Consecutive programs of steps whose tokens are checked.
 
     Attributes:
-      results: the packed `programs.Steps` of each step, on the device.
-      void: Bool[B] for each step, the lanes that took it back.
-      redrawn: for each step the tokens that replace its own.
+      programs: the programs.
       ended: lanes whose answer is known to have ended, and which are idle since.
     """
 
-    results: list[Packed]
-    void: list[Bool[np.ndarray, " B"]]
-    redrawn: list[Redrawn | None]
+    programs: list[_Program]
     ended: Bool[np.ndarray, " B"]
 
     def read(self) -> tuple[Steps, Bool[np.ndarray, " B"]]:
-        return self._corrected([each.read() for each in self.results]), self.ended
+        parts, lengths, frozen = list[Steps](), None, None
+        for each in self.programs:
+            part, kept = each.result.read(), each.kept
+            ran = part.ran & (np.arange(each.size)[:, None] < kept)
+            lengths = part.lengths if lengths is None else _where(ran.any(0), part.lengths, lengths)
+            if part.frozen is not None:  # less after a step back; it grows with the next steps
+                found = np.where((kept < each.size)[:, None], 0, part.frozen)
+                frozen = found if frozen is None else np.where(ran.any(0)[:, None], found, frozen)
+            part = dataclasses.replace(part, ran=ran, lengths=None, frozen=None)
+            if (redrawn := each.redrawn) is not None:
+                part, lengths = _with_redrawn(part, lengths, redrawn)
+            parts.append(part)
+        steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        return dataclasses.replace(_in_order(steps), lengths=lengths, frozen=frozen), self.ended
 
-    def _corrected(self, parts: Sequence[Steps]) -> Steps:
-        """Joins the results of the steps, with the final tokens and without void steps.
 
-        Each lane's own steps come first, in order, as in a chunk of other steps: a lane may take
-        steps back, or join in the middle.
-        """
-        each = [dataclasses.replace(part, lengths=None, frozen=None) for part in parts]
-        steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
-        found = {name: getattr(steps, name) for name in ("tokens", "logprobs")}
-        for number, redrawn in enumerate(self.redrawn):
-            if redrawn is not None:
-                for (name, old), new in zip(found.items(), redrawn.read(), strict=True):
-                    if old is not None:
-                        found[name] = old = old.copy()
-                        old[number, redrawn.lanes] = new
-        steps = dataclasses.replace(steps, **found)
-        void, lengths, frozen = np.stack(self.void), parts[-1].lengths, parts[-1].frozen
-        steps = dataclasses.replace(steps, ran=steps.ran & ~void)
-        if not (void.any() or (steps.ran[1:] & ~steps.ran[:-1]).any()):
-            return dataclasses.replace(steps, lengths=lengths, frozen=frozen)
-        # After its own steps the last one again, as for a lane that has ended.
-        order = np.argsort(~steps.ran, axis=0, kind="stable")
-        last = np.maximum(steps.ran.sum(0) - 1, 0)
-        order = np.take_along_axis(order, np.minimum(np.arange(len(order))[:, None], last), 0)
-        ran = np.sort(~steps.ran, axis=0) == 0
-        if len(parts) > 1:  # no lane takes back two steps in sequence
-            lengths = np.where(void[-1][:, None], parts[-2].lengths, lengths)
-        if frozen is not None:  # without steps that were taken back they are less
-            frozen = np.where(void.any(0)[:, None], 0, frozen)
-        steps = jax.tree.map(lambda x: np.take_along_axis(x, order, 0), steps)
-        return dataclasses.replace(steps, ran=ran, lengths=lengths, frozen=frozen)
+def _where(lanes: Bool[np.ndarray, " B"], x: Any, other: Any) -> Any:
+    return np.where(lanes[:, None], x, other)
+
+
+def _with_redrawn(
+    steps: Steps, lengths: Int[np.ndarray, "L B K"], redrawn: Redrawn
+) -> tuple[Steps, Int[np.ndarray, "L B K"]]:
+    """Replaces tokens of a program by those drawn again, and lengths by those at these steps."""
+    tokens, logprobs, left = redrawn.result.read()
+    place, found = (redrawn.steps, redrawn.lanes), {"tokens": tokens, "logprobs": logprobs}
+    for name, new in found.items():
+        if new is not None:
+            found[name] = getattr(steps, name).copy()
+            found[name][place] = new[redrawn.entries]
+    lengths = lengths.copy()
+    lengths[:, redrawn.lanes] = left[:, redrawn.entries]
+    return dataclasses.replace(steps, **found), lengths
+
+
+def _in_order(steps: Steps) -> Steps:
+    """Puts each lane's own steps first, in order, as in a chunk of other steps.
+
+    A lane may take steps back, or join in the middle.
+    """
+    if not (steps.ran[1:] & ~steps.ran[:-1]).any():
+        return steps
+    # After its own steps the last one again, as for a lane that has ended.
+    order = np.argsort(~steps.ran, axis=0, kind="stable")
+    last = np.maximum(steps.ran.sum(0) - 1, 0)
+    order = np.take_along_axis(order, np.minimum(np.arange(len(order))[:, None], last), 0)
+    ran = np.sort(~steps.ran, axis=0) == 0
+    steps = jax.tree.map(lambda x: np.take_along_axis(x, order, 0), steps)
+    return dataclasses.replace(steps, ran=ran)
 
 
 class CheckedSteps:
@@ -173,14 +189,12 @@ class CheckedSteps:
         nobody = np.zeros(runner.num_lanes, bool)
         self.requests: dict[int, Any] = {}
         self._endless, self._epochs = nobody, runner.reservation.epochs
-        self._launched = collections.deque[_Step]()  # not checked yet, at most two
-        self._ready = list[_Step]()  # checked
-        self._undo, self._program = runner.blank_undo, None
-        self._takes_back = nobody  # lanes that take back the last step in the next one
+        self._launched = collections.deque[_Program]()  # not checked yet, at most two
+        self._ready = list[_Program]()  # checked
         self._ended = nobody  # lanes whose answer has ended
-        self._consumed = nobody  # lanes whose matcher has consumed the newest token
-        self._unread = list[Redrawn]()  # since the last launch
-        self._refused = 0.0  # share of the last checked tokens
+        # Lanes whose matcher will have consumed the newest token after all checks.
+        self._consumed = nobody
+        self._refused = 0.0  # share of the tokens, lately
         self.newest: Any = None
 
     @property
@@ -196,14 +210,16 @@ class CheckedSteps:
         rule: Filter,
         *,
         num_steps: int,
+        most: int,
         meanwhile: Iterator[None],
     ) -> None:
-        """Launches up to C steps; the last two may be in flight when it returns.
+        """Launches up to `num_steps` steps; the last two programs may be in flight afterwards.
 
         Args:
           running: lane -> its request.
           tokens, remaining, rule: see `Runner.decode`.
-          num_steps: number of steps (C).
+          num_steps: number of steps.
+          most: the most steps of a program; divides `num_steps`.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
 
         Raises:
@@ -219,17 +235,22 @@ class CheckedSteps:
         self._remaining, self._taken = remaining, np.zeros_like(remaining)
         self._endless, self.newest = self._runner.endless, self._runner.everywhere(tokens)
         self._drop_released()
-        self.requests, self._program = dict(running), None
+        self.requests, self._chosen = dict(running), {}
         matchers = [(lane, each.matcher) for lane, each in running.items()]
         self._grammars = [each for each in matchers if isinstance(each[1], Matcher)]
         self._openings = [each for each in matchers if isinstance(each[1], OpeningMatcher)]
+        left = num_steps
         with use_mesh(self._runner.model.mesh):
-            for _ in range(num_steps):
-                ahead = self._undo is not None and self._refused < MOST_REFUSED
-                self._resolve(1 if ahead else 0, self._going, meanwhile)
-                if not (self._going.any() or self._takes_back.any()):
+            while left:
+                ahead = self._runner.takes_back and self._refused < MOST_REFUSED
+                size = most if self._refused < FEW_REFUSED and most <= left else 1
+                if any(each.size != size for each in self._launched):
+                    ahead = False  # both programs in flight have as many steps
+                self._resolve(1 if ahead else 0, meanwhile)
+                if not self._going.any():
                     return
-                self._launch(self._going)
+                self._launch(self._going, size)
+                left -= size
 
     def settle(self, tokens: Int[np.ndarray | Array, " B"]) -> None:
         """Waits for all steps and checks their tokens.
@@ -240,191 +261,169 @@ class CheckedSteps:
         Raises:
           GrammarError: see `run`.
         """
-        nobody = np.zeros_like(self._ended)
         self.newest = self._runner.everywhere(tokens)
         self._drop_released()
-        self._program = None
         with use_mesh(self._runner.model.mesh):
-            self._resolve(0, nobody, iter(()))
-            if self._takes_back.any():
-                self._launch(nobody)
-                self._launched.clear()
-        self._consumed = nobody
+            self._resolve(0, iter(()))
 
     def take(self) -> Checked | None:
         """Returns the checked steps since the last call; None without any."""
-        steps, self._ready = self._ready, []
-        if not steps:
+        checked, self._ready = self._ready, []
+        if not checked:
             return None
         return Checked(
-            most=np.sum([each.active for each in steps], axis=0, dtype=np.int64),
+            most=np.sum([each.most for each in checked], axis=0, dtype=np.int64),
             epochs=self._runner.reservation.epochs,
-            tail=steps[-1].tail,
+            tail=checked[-1].tail,
             table=self._own_table,
-            results=[each.result for each in steps],
-            void=[each.void for each in steps],
-            redrawn=[each.redrawn for each in steps],
+            programs=checked,
             ended=self._ended,
         )
 
     def close(self) -> None:
         """Waits for a running check, whose matchers others may use next."""
-        for step in self._launched:
-            if step.check is not None:
-                step.check.exception()
+        for each in self._launched:
+            if each.check is not None:
+                each.check.exception()
 
     @property
     def _going(self) -> Bool[np.ndarray, " B"]:
-        """The lanes that take part in the next step; all of them have pages for it."""
-        return (self._taken < self._remaining) & (self._remaining > 0) & ~self._ended
+        """The lanes that take part in the next steps; all of them have pages for these."""
+        return (self._taken < self._remaining) & ~self._ended
 
     def _drop_released(self) -> None:
         """Drops the tokens of lanes that were released since the last step."""
         epochs = self._runner.reservation.epochs
-        kept, self._epochs = self._epochs == epochs, epochs
-        for step in self._launched:
-            step.active, step.begins = step.active & kept, step.begins & kept
-            step.void = step.void | ~kept
-        self._takes_back, self._ended = self._takes_back & kept, self._ended & kept
-        self._consumed = self._consumed & kept
-        self._unread = [each.of(kept) for each in self._unread]
+        current, self._epochs = self._epochs == epochs, epochs
+        for each in (*self._launched, *self._ready):
+            each.most, each.kept = each.most * current, each.kept * current
+            each.begins = each.begins & current
+        self._ended, self._consumed = self._ended & current, self._consumed & current
 
-    def _launch(self, active: Bool[np.ndarray, " B"]) -> None:
-        runner, last = self._runner, self._launched[-1] if self._launched else None
-        forced = np.full(len(active), -1, np.int32)
+    def _launch(self, going: Bool[np.ndarray, " B"], size: int) -> None:
+        runner = self._runner
+        left = np.where(going, self._remaining - self._taken, 0)
+        most = np.minimum(left, size)
+        forced = np.full((size, len(left)), -1, np.int32)
         for lane, matcher in self._openings:
-            if active[lane]:
-                matcher.read()
-                if (only := matcher.only) is not None:
-                    forced[lane] = only
-        left = np.where(active, self._remaining - self._taken, 0)
-        left = left + programs.ENDLESS * self._endless
-        control = np.stack([left, forced, self._takes_back]).astype(np.int32)
-        given = self._table, self._undo, self.newest, control, self._seeds
-        args = *runner.cached, *given, runner.traced_policy, self._rule, self._end_tokens
-        if self._program is None:
-            self._program = programs.step.chosen(*args)
-        before, consumed = self.newest, self._consumed if last is None else last.active
-        runner.cache, result, newest, source, self._undo, tail = self._program(*args)
+            tokens = matcher.force(int(most[lane]))
+            forced[: len(tokens), lane] = tokens
+        left = (left + programs.ENDLESS * self._endless).astype(np.int32)
+        given = self._table, self.newest, left, self._seeds, runner.traced_policy, self._rule
+        args = *runner.cached, *given, size, self._end_tokens, forced
+        if size not in self._chosen:
+            self._chosen[size] = programs.decode.chosen(*args)
+        before = self.newest
+        runner.cache, result, newest, tail, trail = self._chosen[size](*args)
         self.newest = runner.everywhere(newest)
-        self.newest.copy_to_host_async()
-        result.words.copy_to_host_async()
-        runner.reservation.add_steps(active.astype(np.int64))
-        self._taken, self._takes_back = self._taken + active, np.zeros_like(active)
-        redrawn_before, self._unread = self._unread, []
-        step = _Step(
-            result=result,
-            newest=self.newest,
-            source=source,
-            tail=tail,
-            before=before,
-            begins=active & ~consumed,
-            redrawn_before=redrawn_before,
-            active=active,
-            void=np.zeros_like(active),
+        for each in (self.newest, result.words):
+            each.copy_to_host_async()
+        runner.reservation.add_steps(most.astype(np.int64))
+        self._taken = self._taken + most
+        last = self._launched[-1] if self._launched else None
+        self._launched.append(
+            _Program(
+                result=result,
+                trail=trail,
+                tail=tail,
+                before=before,
+                begins=going & ~self._consumed,
+                most=most,
+                kept=np.full_like(most, size),
+            )
         )
-        self._launched.append(step)
+        self._consumed = self._consumed | going
         if last is not None:
-            self._begin_check(last, active)
+            self._begin_check(last)
 
-    def _begin_check(self, step: _Step, goes_on: Bool[np.ndarray, " B"]) -> None:
-        """Begins to check the tokens of a step in a thread.
+    def _begin_check(self, program: _Program) -> None:
+        """Begins to check the tokens of a program in a thread."""
+        given = self._endless, self._grammars, self.requests
+        program.check = _thread.submit(self._check, program, *given)
 
-        `goes_on` are the lanes that take part in the step after it.
-        """
-        self._consumed = step.active & goes_on
-        given = self._ended, self._endless, goes_on, self._grammars, self.requests
-        step.check = _thread.submit(self._check, step, *given)
-
-    def _resolve(
-        self, left: int, goes_on: Bool[np.ndarray, " B"], meanwhile: Iterator[None]
-    ) -> None:
-        """Waits for the checks of all steps but the last `left`, and draws refused tokens again."""
+    def _resolve(self, left: int, meanwhile: Iterator[None]) -> None:
+        """Checks all programs but the last `left`, and draws refused tokens again."""
         while len(self._launched) > left:
-            step = self._launched[0]
-            if step.check is None:
-                self._begin_check(step, goes_on)
-            assert step.check is not None
-            while not step.check.done() and next(meanwhile, _DONE) is not _DONE:
+            program = self._launched[0]
+            if program.check is None:
+                self._begin_check(program)
+            assert program.check is not None
+            while not program.check.done() and next(meanwhile, _DONE) is not _DONE:
                 pass
             try:
-                refused, ended, self._refused = step.check.result()
-                refused = refused & step.active & ~step.void
+                places, ended, share = program.check.result()
+                refused = (places < program.kept) & (program.most > 0)
                 masks = self._masks(refused)
             except GrammarError:
                 self._launched.clear()
                 raise
             self._launched.popleft()
-            self._ready.append(step)
-            self._ended = self._ended | (ended & (step.active | step.begins))
+            self._ready.append(program)
+            if share is not None:
+                self._refused += _NEWEST * (share - self._refused)
+            self._ended = self._ended | (ended & (program.most > 0))
+            self._consumed = self._consumed & ~refused
+            void = np.where(refused, program.most - places - 1, 0)
+            program.kept = np.where(refused, places + 1, program.kept)
             for later in self._launched:  # at most one
-                self._takes_back = self._takes_back | refused
-                self._taken = self._taken - (refused & later.active)
-                later.void, later.active = later.void | refused, later.active & ~ended
+                void = void + later.most * refused
+                later.kept, later.begins = later.kept * ~refused, later.begins & ~refused
+            self._taken = self._taken - void
             if masks is not None:
-                self._redraw(step, *masks)
+                self._redraw(program, places, *masks)
 
     def _check(
         self,
-        step: _Step,
-        ended_before: Bool[np.ndarray, " B"],
+        program: _Program,
         endless: Bool[np.ndarray, " B"],
-        goes_on: Bool[np.ndarray, " B"],
         grammars: list[tuple[int, Matcher]],
         requests: Mapping[int, Any],
-    ) -> tuple[Bool[np.ndarray, " B"], Bool[np.ndarray, " B"], float]:
-        """Waits for the tokens of a step, and checks them.
+    ) -> tuple[Int[np.ndarray, " B"], Bool[np.ndarray, " B"], float | None]:
+        """Waits for the tokens of a program, and checks them.
 
-        Matchers consume the tokens with which their lanes go on: that of a lane at rest has not
-        consumed the newest one.
+        Matchers consume the tokens up to an end token or a refused one.
 
         Args:
-          step: the step.
-          ended_before: lanes whose answer has ended before.
+          program: the program.
           endless: lanes that ignore end tokens.
-          goes_on: lanes that take part in the step after it.
           grammars: lanes with their matchers.
           requests: lane -> its request.
 
         Returns:
-          The lanes whose grammar does not allow the token, those whose answer has ended, and the
-          share of refused tokens.
+          The step of each lane's first refused token, C for none; the lanes whose answer has ended;
+          and the share of refused tokens, None without any token of a grammar.
 
         Raises:
           GrammarError: a grammar has become too complex.
         """
-        active, void = step.active, step.void  # the arrays are replaced, not changed
-        matchers, ended = dict(grammars), np.zeros_like(ended_before)
-        if step.begins.any():
-            tokens = np.asarray(step.before)
-            ended |= step.begins & np.isin(tokens, self._end_tokens) & ~endless
-            for lane in np.flatnonzero(step.begins & ~ended).tolist():
-                if lane in matchers:
-                    matchers[lane].consume(int(tokens[lane]))
-        for redrawn in step.redrawn_before:
-            for lane, token in zip(redrawn.lanes.tolist(), redrawn.read()[0].tolist(), strict=True):
-                if active[lane] and token in self._end_tokens:
-                    ended[lane] = True
-                elif active[lane] and not step.begins[lane] and lane in matchers:
-                    matchers[lane].consume(token)
-        tokens = np.asarray(step.newest)
-        checked, refused = active & ~void & ~ended_before & ~ended, np.zeros_like(ended)
-        ends = np.isin(tokens, self._end_tokens) & ~endless
-        lanes, every = checked.tolist(), tokens.tolist()
-        is_end, going = ends.tolist(), goes_on.tolist()
+        # The arrays are replaced meanwhile, not changed.
+        begins, takes, size = program.begins, (program.most > 0) & (program.kept > 0), program.size
+        steps, places = program.result.read(), np.full(len(takes), program.size)
+        counts, rows, every = steps.ran.sum(0), steps.tokens.T.tolist(), np.arange(len(takes))
+        last = steps.tokens[np.maximum(counts - 1, 0), every]
+        if begins.any():
+            before = np.asarray(program.before)
+            last = np.where(begins & (counts == 0), before, last)
+        is_end = np.isin(last, self._end_tokens) & ~endless
+        total = 0
         for lane, matcher in grammars:
-            if lanes[lane]:
-                if is_end[lane]:
-                    allowed = matcher.may_end
-                elif going[lane]:
-                    allowed = matcher.try_consume(every[lane])
-                else:
-                    allowed = matcher.allows(every[lane])
-                refused[lane] = not allowed
-        here = np.flatnonzero(refused & step.active)  # lanes may be released meanwhile
+            if not takes[lane]:
+                continue
+            count, ends = int(counts[lane]), bool(is_end[lane])
+            if begins[lane] and (count or not ends):
+                matcher.consume(int(before[lane]))
+            if not count:
+                continue
+            tokens = rows[lane][: count - ends]
+            allowed = matcher.consume_allowed(tokens)
+            if allowed < len(tokens) or (ends and not matcher.may_end):
+                places[lane] = allowed
+            total += count
+        refused = takes & (places < size)
+        here = np.flatnonzero(refused & (program.most > 0))  # lanes may be released meanwhile
         _raise_errors([requests[lane] for lane in here.tolist()])
-        count = sum(lanes[lane] for lane, _ in grammars)
-        return refused, ended | (checked & ends & ~refused), refused.sum() / max(count, 1)
+        ended = is_end & takes & ~refused
+        return places, ended, refused.sum() / total if total else None
 
     def _masks(self, refused: Bool[np.ndarray, " B"]) -> tuple[Redrawing, np.ndarray] | None:
         """Returns which tokens to draw again, and their masks; None if there are none.
@@ -447,15 +446,35 @@ class CheckedSteps:
         _raise_errors([self.requests[lane] for lane in lanes.tolist()])
         return (lanes, entries, lane_of), masks
 
-    def _redraw(self, step: _Step, which: Redrawing, masks: Int[np.ndarray, "m words"]) -> None:
-        """Draws tokens of a step again, under masks, into the newest tokens."""
+    def _redraw(
+        self,
+        program: _Program,
+        places: Int[np.ndarray, " B"],
+        which: Redrawing,
+        masks: Int[np.ndarray, "m words"],
+    ) -> None:
+        """Draws tokens of a program again under masks, and takes the steps after them back.
+
+        Args:
+          program: the program; at most one was launched after it.
+          places: the step of each lane's refused token.
+          which: the lanes.
+          masks: the tokens that they may take.
+        """
         lanes, entries, lane_of = which
-        given = self.newest, lane_of, masks, self._seeds, self._rule
-        result, newest = programs.redraw(self._outer, step.source, *given)
-        self.newest = self._runner.everywhere(newest)
-        result.words.copy_to_host_async()
-        step.redrawn = Redrawn(lanes, entries, result)
-        self._unread.append(step.redrawn)
+        refused = np.zeros((3, len(lane_of)), np.int32)
+        refused[0], refused[1, entries], refused[2] = lane_of, places[lanes], bool(self._launched)
+        later = self._launched[-1].trail if self._launched else program.trail
+        table = None if later.overwritten is None else self._table
+        given = table, program.trail, later, self.newest, refused, masks
+        runner = self._runner
+        runner.cache, result, newest = programs.redraw(
+            self._outer, runner.cache, *given, self._seeds, self._rule
+        )
+        self.newest = runner.everywhere(newest)
+        for each in (self.newest, result.words):
+            each.copy_to_host_async()
+        program.redrawn = Redrawn(lanes, places[lanes], entries, result)
 
 
 def _raise_errors(requests: Sequence[Any]) -> None:

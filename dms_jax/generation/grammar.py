@@ -152,13 +152,12 @@ class Matcher:
         """Consumes the next token of the answer, which is allowed and no end token."""
         self.compiled.consume_token(token)
 
-    def try_consume(self, token: int) -> bool:
-        """Consumes a token that is no end token if it is allowed; returns whether it was."""
-        return self.compiled.try_consume_tokens([token]) == 1
+    def consume_allowed(self, tokens: list[int]) -> int:
+        """Consumes tokens without end tokens up to the first that is not allowed.
 
-    def allows(self, token: int) -> bool:
-        """Whether a token that is no end token may come next."""
-        return self.compiled.validate_tokens([token]) == 1
+        Returns their number.
+        """
+        return self.compiled.try_consume_tokens(tokens)
 
     @property
     def may_end(self) -> bool:
@@ -194,9 +193,13 @@ class OpeningMatcher:
         """Starts over, and consumes the first tokens of the answer."""
         self._next = len(tokens)
 
-    def read(self) -> None:
-        """Consumes the next token of the answer."""
-        self._next += 1
+    def force(self, count: int) -> tuple[int, ...]:
+        """Returns the tokens that the next `count` steps must take, fewer at the end.
+
+        The first step reads the newest token of the answer, and draws the one after it.
+        """
+        first, self._next = self._next + 1, self._next + count
+        return self._tokens[first : first + count]
 
     @property
     def only(self) -> int | None:

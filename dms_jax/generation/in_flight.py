@@ -112,6 +112,7 @@ class InFlight:
                     np.minimum(remaining, reserved),  # steps taken back may have added to it
                     rule,
                     num_steps=num_steps,
+                    most=self.runner.checked_size(steps_a_program(self.runner, num_steps)),
                     meanwhile=meanwhile,
                 )
             self._take_checked()

@@ -99,7 +99,7 @@ def compile_first(
             # Steps take the compiler longest: they come first, while prompts are traced.
             *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
             *(calls.update_table(pages_of_steps) if steps else []),
-            *(calls.redraws() if steps and masked else []),
+            *(calls.redraws(pages_of_steps, num_steps) if steps and masked else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens(masked=masked)] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
@@ -163,8 +163,10 @@ def compile_all(
         steps += calls.update_table(pages)
     if grammar.is_served(runner.model):
         for pages in widths:
-            steps += calls.steps(pages, 1, end_tokens, masked=True)
-        steps += [calls.first_tokens(masked=True), *calls.redraws()]
+            most = max(num_steps)
+            steps += calls.steps(pages, most, end_tokens, masked=True)
+            steps += calls.redraws(pages, most)
+        steps += [calls.first_tokens(masked=True)]
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
     lanes = [calls.clear(), *calls.set_max_lengths(), *calls.copy_lanes()]
@@ -220,13 +222,17 @@ class _Calls:
     ) -> list[_Call]:
         lanes, table = self._lanes, self.runner.everywhere(self._table(len(self._lanes), pages))
         tokens, policy = self.runner.everywhere(lanes), self.runner.traced_policy
+        before = *self.runner.cached, table, tokens, lanes, self._seeds, policy
         if not masked:
-            before = *self.runner.cached, table, tokens, lanes
-            settings = (policy, self._rule(num_steps), num_steps, end_tokens)
-            return [(programs.decode, (*before, self._seeds, *settings))]
-        control = np.zeros((3, len(lanes)), np.int32)
-        given = *self.runner.cached, table, self.runner.blank_undo, tokens, control, self._seeds
-        return [(programs.step, (*given, policy, self._rule(1), end_tokens))]
+            return [(programs.decode, (*before, self._rule(num_steps), num_steps, end_tokens))]
+        return [
+            (programs.decode, (*before, self._rule(size), size, end_tokens, forced))
+            for size in self._checked_sizes(num_steps)
+            for forced in [np.zeros((size, len(lanes)), np.int32)]
+        ]
+
+    def _checked_sizes(self, num_steps: int) -> list[int]:
+        return sorted({1, self.runner.checked_size(num_steps)}, reverse=True)
 
     def update_table(self, pages: int) -> list[_Call]:
         table = self._table(len(self._lanes), pages)
@@ -235,16 +241,22 @@ class _Calls:
         cells = self.runner.no_cells(table.shape)
         return [(programs.update_table, (self.runner.everywhere(table), cells))]
 
-    def redraws(self) -> list[_Call]:
+    def redraws(self, pages: int, num_steps: int) -> list[_Call]:
         """Returns the programs that draw the tokens of a few lanes again, and of all."""
-        runner, lanes = self.runner, self.runner.everywhere(self._lanes)
-        source = programs.DrawInputs(runner.hidden, lanes)
-        outer, size = runner.model.transformer.without_layers(), runner.model.config.vocab_size
+        runner, num_lanes = self.runner, len(self._lanes)
+        outer, table = runner.model.transformer.without_layers(), self._table(num_lanes, pages)
+        table, tokens = runner.everywhere(table), runner.everywhere(self._lanes)
         calls: list[_Call] = []
-        for count in sorted({min(checked_steps.FEW, len(lanes)), len(lanes)}):
-            masks = grammar.masks_of({}, count, size)
-            given = source, lanes, np.zeros(count, np.int32), masks, self._seeds, self._rule(1)
-            calls.append((programs.redraw, (outer, *given)))
+        for size in self._checked_sizes(num_steps):
+            trail = runner.blank_trail(size)
+            for count in sorted({min(checked_steps.FEW, num_lanes), num_lanes}):
+                masks = grammar.masks_of({}, count, runner.model.config.vocab_size)
+                refused = np.zeros((3, count), np.int32)
+                given = (
+                    *(None if trail.overwritten is None else table, trail, trail, tokens),
+                    *(refused, masks, self._seeds, self._rule(1)),
+                )
+                calls.append((programs.redraw, (outer, runner.cache, *given)))
         return calls
 
     def first_tokens(self, *, masked: bool = False) -> _Call:

@@ -1,7 +1,7 @@
 """The compiled programs of generation: prefill, first tokens, decode, copies of lanes.
 
-A chunk of decode steps is one program, `decode`. With grammars each step is one, `step`, and tokens
-may be drawn again by `redraw` (`checked_steps`).
+A chunk of decode steps is one program, `decode`. With grammars the host checks its tokens, some of
+which are drawn again by `redraw` (`checked_steps`).
 
 Each takes the cache as a donated argument and returns it. The page table is a separate read-only
 argument, and is not part of the cache between programs. `Program` holds the compiler options of
@@ -635,6 +635,75 @@ def _ends(tokens: Int[Array, " B"], end_tokens: tuple[int, ...]) -> Bool[Array, 
     )
 
 
+@struct.dataclass
+class Overwritten:
+    """Slots that C steps may overwrite, and what they held before."""
+
+    slots: Any  # Int[L, B, K, C], beyond the row if a step overwrites none
+    pool: Any  # leaves [L, B, K, C, ...]
+
+
+@struct.dataclass
+class Trail:
+    """What the host needs to draw a token of C steps again, and to go on from there.
+
+    Attributes:
+      hidden: [C, B, E], what the token of each step was drawn from.
+      seen: Int[C, B], the tokens that each lane has seen after each step.
+      lengths: Int[C, L, B, K], slots in use of each row then; None if no step is taken back.
+      row_state: leaves [C, L, B, K, ...], the policy's state of each row then, likewise.
+      overwritten: the `Overwritten` slots; None if the same ones are overwritten again.
+    """
+
+    hidden: Any
+    seen: Any
+    lengths: Any = None
+    row_state: Any = None
+    overwritten: Any = None
+
+
+def _trail(cache: Cache, hidden: Float[Array, "B E"], policy: Policy, num_kv_heads: int) -> Trail:
+    """Returns the trail of one step, without a step axis, from the cache after it.
+
+    What the host reads is replicated over a mesh; the state of rows keeps its sharding.
+    """
+    seen, specs = cache.seen, None
+    if sharding.has_mesh():
+        hidden, seen = (sharding.constrain(x, *[None] * x.ndim) for x in (hidden, seen))
+        specs = cache_specs(cache, num_kv_heads)
+    if not policy.can_undo:
+        return Trail(hidden, seen)
+    state = cache.lengths, cache.row_state
+    if specs is not None:
+        state = jax.lax.with_sharding_constraint(state, (specs.lengths, specs.row_state))
+    lengths, rows = state
+    return Trail(hidden, seen, lengths, rows)
+
+
+def _save_overwritten(
+    cache: Cache, page_table: Int[Array, "L B K M"], policy: Policy, count: int
+) -> tuple[Cache, Overwritten | None]:
+    """Returns what the slots hold that the next `count` steps may overwrite, and the cache."""
+    slots = policy.overwritten(cache.row_state, cache.seen, count)
+    if slots is None:
+        return cache, None
+    pages, page_size = _pages_of(cache, page_table, slots), cache.k_pages.shape[1]
+    pool = jax.tree.map(lambda x: x.at[pages, slots % page_size].get(mode="clip"), cache.pool)
+    # Read before the steps write: XLA would copy the pool to read it later.
+    whole, pool = jax.lax.optimization_barrier((cache.pool, pool))
+    saved: Any = Overwritten(slots, pool)
+    return dataclasses.replace(cache, pool=whole), saved
+
+
+def _pages_of(
+    cache: Cache, page_table: Int[Array, "L B K M"], slots: Int[Array, "L B K C"]
+) -> Int[Array, "L B K C"]:
+    """Returns the page of each slot; an invalid one for a slot beyond the row."""
+    num_pages, page_size = cache.k_pages.shape[:2]
+    columns = jnp.minimum(slots // page_size, page_table.shape[-1])
+    return jnp.take_along_axis(page_table, columns, -1, mode="fill", fill_value=num_pages)
+
+
 @functools.partial(
     Program,
     gpu_options=GPU_STEP_OPTIONS,
@@ -654,24 +723,37 @@ def decode(
     rule: Filter | Given,
     num_steps: int,
     end_tokens: tuple[int, ...],
+    forced: Int[Array, "C B"] | None = None,
     *,
     block: int = 1,
-) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None]:
+) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None, Trail | None]:
     """Adds up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
 
-    `ENDLESS` is added to `remaining` of a lane whose answer goes on after end tokens.
+    `ENDLESS` is added to `remaining` of a lane whose answer goes on after end tokens. If the host
+    checks the tokens (`checked_steps`), `forced` are those that lanes must take (-1: any).
 
-    The results are the cache, the `Steps`, the newest token of each lane, and the tail.
+    The results are the cache, the `Steps`, the newest token of each lane, the tail, and, if the
+    host checks the tokens, their trail.
     """
     keys = request_keys(seeds)
 
-    def step(carry, given):
+    def step(carry, chosen):
         cache, tokens, remaining = carry
+        given, forced = chosen
         active = remaining > 0
-        passed = _read_newest(transformer, cache, host, tokens, active, policy, block)
+        passed = transformer.cached(
+            tokens[:, None],
+            active.astype(jnp.int32),
+            cache,
+            policy,
+            one_pass=False,
+            host=host,
+            block=block,
+        )
+        hidden = passed.hidden[:, 0]
         with jax.named_scope("sample"):
-            logits = transformer.unembed(passed.hidden[:, 0])
-            drawn = _next_tokens(logits, keys, passed.cache.seen, rule, given)
+            logits = transformer.unembed(hidden)
+            drawn = _next_tokens(logits, keys, passed.cache.seen, rule, given, forced)
         new = jnp.where(active, drawn.tokens, tokens)
         ended = _ends(new, end_tokens) & ~endless
         remaining = jnp.where(ended, 0, remaining - active)
@@ -682,20 +764,28 @@ def decode(
             live=passed.live[:, 0],
             reads=passed.reads[:, 0],
         )
-        return (passed.cache, new, remaining), out
+        trail = None
+        if forced is not None:
+            trail = _trail(passed.cache, hidden, policy, transformer.config.num_kv_heads)
+        return (passed.cache, new, remaining), (out, trail)
 
     # The token after a prompt may have ended its request, and the host does not know it yet.
     remaining, endless = _split(remaining)
     remaining = jnp.where(_ends(tokens, end_tokens) & ~endless, 0, remaining)
-    table_before = cache.page_table
+    table_before, overwritten = cache.page_table, None
+    if forced is not None and num_steps > 1:
+        cache, overwritten = _save_overwritten(cache, page_table, policy, num_steps)
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     carry = (cache, tokens, remaining)
-    given = rule.tokens if isinstance(rule, Given) else None
-    (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
+    chosen = rule.tokens if isinstance(rule, Given) else None, forced
+    (cache, newest, _), (steps, trail) = jax.lax.scan(step, carry, chosen, length=num_steps)
     cache, tail = detach_tail(cache)
     frozen = _frozen_slots(transformer, policy, cache)
     steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths, frozen=frozen))
-    return dataclasses.replace(cache, page_table=table_before), steps, newest, tail
+    cache = dataclasses.replace(cache, page_table=table_before)
+    if trail is not None:
+        trail = dataclasses.replace(trail, overwritten=overwritten)
+    return cache, steps, newest, tail, trail
 
 
 def _frozen_slots(transformer: Transformer, policy: Policy, cache: Cache) -> Array | None:
@@ -703,156 +793,103 @@ def _frozen_slots(transformer: Transformer, policy: Policy, cache: Cache) -> Arr
     return None if sharding.has_mesh() else frozen_slots(transformer.config, policy, cache)
 
 
-def _read_newest(
-    transformer: Transformer,
-    cache: Cache,
-    host: HostRows | None,
-    tokens: Int[Array, " B"],
-    active: Bool[Array, " B"],
-    policy: Policy,
-    block: int,
-) -> Any:
-    """Runs the newest token of each active lane through the layers, and into the cache."""
-    return transformer.cached(
-        tokens[:, None],
-        active.astype(jnp.int32),
-        cache,
-        policy,
-        one_pass=False,
-        host=host,
-        block=block,
-    )
-
-
-@struct.dataclass
-class Undo:
-    """What a decode step changes beside the slot that it writes; see `Policy.can_undo`."""
-
-    lengths: Any  # Int[L, B, K]
-    seen: Any  # Int[B]
-    row_state: Any  # leaves [L, B, K, ...]
-
-    @classmethod
-    def of(cls, cache: Cache) -> "Undo":
-        """Returns what a step of this cache would change."""
-        return cls(cache.lengths, cache.seen, cache.row_state)
-
-    def applied(self, cache: Cache, lanes: Bool[Array, " B"]) -> Cache:
-        """Returns the cache with some lanes as they were before the step."""
-        before = jax.tree.map(
-            lambda old, new: jnp.where(lanes.reshape(1, -1, *[1] * (new.ndim - 2)), old, new),
-            (self.lengths, self.seen[None], self.row_state),
-            (cache.lengths, cache.seen[None], cache.row_state),
-        )
-        return dataclasses.replace(cache, lengths=before[0], seen=before[1][0], row_state=before[2])
-
-
-@struct.dataclass
-class DrawInputs:
-    """What the tokens of a step were drawn from."""
-
-    hidden: Any  # [B, E]
-    positions: Any  # Int[B], of the tokens
-
-
-@functools.partial(
-    Program,
-    gpu_options=GPU_STEP_OPTIONS,
-    on_gpu=ON_GPU_STEP,
-    donate_argnums=1,
-    static_argnums=(10,),
-)
-def step(
-    transformer: Transformer,
-    cache: Cache,
-    host: HostRows | None,
-    page_table: Int[Array, "L B K M"],
-    undo: Undo | None,
-    tokens: Int[Array, " B"],
-    control: Int[Array, "3 B"],
-    seeds: UInt32[Array, "B 2"],
-    policy: Policy,
-    rule: Filter,
-    end_tokens: tuple[int, ...],
-    *,
-    block: int = 1,
-) -> tuple[Cache, Packed, Int[Array, " B"], DrawInputs, Undo | None, Tail | None]:
-    """Runs one decode step, whose tokens the host checks; see `checked_steps`.
-
-    Args:
-      transformer, cache, host, page_table, tokens, seeds, policy, rule, end_tokens: as in `decode`.
-      undo: that of the step before; None if no lane ever needs it.
-      control: for each lane its `remaining`, the token that it must take (-1: any), and whether it
-        takes back the step before.
-
-    Returns:
-      The cache, the `Steps` of one, the newest tokens, what they were drawn from, the `Undo` of
-      this step, and the tail.
-    """
-    given, forced, takes_back = control
-    if undo is not None:
-        cache = undo.applied(cache, takes_back > 0)
-        undo = Undo.of(cache)
-    remaining, endless = _split(given)
-    active = (remaining > 0) & (endless | ~_ends(tokens, end_tokens))
-    table_before = cache.page_table
-    cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, 1)
-    passed = _read_newest(transformer, cache, host, tokens, active, policy, block)
-    cache, tail = detach_tail(passed.cache)
-    hidden, positions = passed.hidden[:, 0], cache.seen
-    logits = transformer.unembed(hidden)
-    drawn = _next_tokens(logits, request_keys(seeds), positions, rule, None, forced)
-    new = jnp.where(active, drawn.tokens, tokens)
-    one = dataclasses.replace(
-        drawn, tokens=new, ran=active, live=passed.live[:, 0], reads=passed.reads[:, 0]
-    )
-    one = jax.tree.map(lambda x: x[None], one)
-    cache = dataclasses.replace(cache, page_table=table_before)
-    if sharding.has_mesh():  # what the host reads is replicated; the cache keeps its sharding
-        specs = cache_specs(cache, transformer.config.num_kv_heads)
-        cache = jax.lax.with_sharding_constraint(cache, specs)
-        if undo is not None:
-            undo = jax.lax.with_sharding_constraint(undo, Undo.of(specs))
-        hidden, positions = (sharding.constrain(x, *[None] * x.ndim) for x in (hidden, positions))
-    frozen = _frozen_slots(transformer, policy, cache)
-    steps = Packed.of(dataclasses.replace(one, lengths=cache.lengths, frozen=frozen))
-    return cache, steps, new, DrawInputs(hidden, positions), undo, tail
-
-
-@Program
+@functools.partial(Program, donate_argnums=1)
 def redraw(
     transformer: Transformer,
-    source: DrawInputs,
+    cache: Cache,
+    page_table: Int[Array, "L B K M"] | None,
+    trail: Trail,
+    later: Trail,
     tokens: Int[Array, " B"],
-    lanes: Int[Array, " n"],
+    refused: Int[Array, "3 n"],
     masks: Int[Array, "n words"],
     seeds: UInt32[Array, "B 2"],
     rule: Filter,
-) -> tuple[Packed, Int[Array, " B"]]:
-    """Draws the tokens of some lanes again, among the allowed ones.
+) -> tuple[Cache, Packed, Int[Array, " B"]]:
+    """Draws tokens of some lanes again, among the allowed ones, and takes later steps back.
 
     Args:
       transformer: the weights, without layers.
-      source: what the tokens were drawn from.
+      cache: the cache, after all steps.
+      page_table: as in `decode`; None if no slots were overwritten.
+      trail: that of the steps with the tokens.
+      later: that of the steps launched after those; any other one if there are none.
       tokens: the newest tokens of all lanes.
-      lanes: the lanes; a number beyond the last lane is ignored.
+      refused: the lane and the step of each token, and whether there are later steps. A lane beyond
+        the last one is ignored.
       masks: see `Filter.allowed`.
       seeds, rule: as in `decode`.
 
     Returns:
-      The tokens [n] and, if asked for, their log-probabilities, packed; and the newest tokens.
+      The cache; packed, the tokens [n], their log-probabilities, if asked for, and the lengths of
+      the lanes' rows [L, n, K]; and the newest tokens.
     """
+    lanes, steps, follows = refused
 
     def take(x):
         return x.at[lanes].get(mode="clip") if jnp.ndim(x) else x
 
+    def drawn_from(x):
+        return x.at[steps, lanes].get(mode="clip")
+
     # Independent of the first draw: else tokens near a refused one would be drawn more often.
     keys = jax.vmap(jax.random.fold_in, (0, None))(request_keys(take(seeds)), 1)
     rule = dataclasses.replace(jax.tree.map(take, rule), allowed=masks)
-    logits = transformer.unembed(take(source.hidden))
-    drawn, logprobs = sample(logits, keys, take(source.positions), rule)
+    logits = transformer.unembed(drawn_from(trail.hidden))
+    drawn, logprobs = sample(logits, keys, drawn_from(trail.seen), rule)
     newest = tokens.at[lanes].set(drawn, mode="drop")
-    return Packed.of((drawn, logprobs if rule.logprobs else None)), newest
+    kept, followed = (
+        jnp.full(len(tokens), -1).at[lanes].set(each, mode="drop") for each in (steps, follows)
+    )
+    cache = _taken_back(cache, page_table, trail, later, kept, followed > 0)
+    lengths = cache.lengths.at[:, lanes].get(mode="clip")
+    found = Packed.of((drawn, logprobs if rule.logprobs else None, lengths))
+    words = sharding.constrain(found.words, None)
+    return cache, dataclasses.replace(found, words=words), newest
+
+
+def _taken_back(
+    cache: Cache,
+    page_table: Int[Array, "L B K M"] | None,
+    trail: Trail,
+    later: Trail,
+    kept: Int[Array, " B"],
+    followed: Bool[Array, " B"],
+) -> Cache:
+    """Returns the cache with lanes as after step `kept[b]` of a trail; others have -1."""
+    if trail.lengths is None:
+        return cache
+
+    def choose(after, now):
+        """Of the states [C, ?, B, ...] after each step the one of each lane, or the one of now."""
+        for step, one in enumerate(after):
+            now = jnp.where((kept == step).reshape(1, -1, *[1] * (now.ndim - 2)), one, now)
+        return now
+
+    pool, page_size = cache.pool, cache.k_pages.shape[1]
+    if trail.overwritten is not None:
+        assert page_table is not None
+        # What two steps have overwritten is first as the second one found it, then as the first.
+        step = jnp.arange(len(trail.seen))
+        back = (kept >= 0)[:, None] & (step > kept[:, None])
+        for old, which in ((later, jnp.broadcast_to(followed[:, None], back.shape)), (trail, back)):
+            slots = old.overwritten.slots
+            pages = _pages_of(cache, page_table, slots)
+            pages = jnp.where(which[:, None], pages, len(cache.k_pages))
+            pool = jax.tree.map(
+                lambda x, old, pages=pages, slots=slots: x.at[pages, slots % page_size].set(
+                    old, mode="drop"
+                ),
+                pool,
+                old.overwritten.pool,
+            )
+    return dataclasses.replace(
+        cache,
+        pool=pool,
+        lengths=choose(trail.lengths, cache.lengths),
+        seen=choose(trail.seen[:, None], cache.seen[None])[0],
+        row_state=jax.tree.map(choose, trail.row_state, cache.row_state),
+    )
 
 
 @functools.partial(Program, donate_argnums=0, static_argnums=(3,))

@@ -55,6 +55,7 @@ from dms_jax.model.language_model import LanguageModel, use_mesh
 from dms_jax.policies import Policy
 
 BLOCK_BYTES = 2**27  # of pages copied at a time; held twice meanwhile
+CHECKED_STEPS = 8  # of a program whose tokens the host checks, at most
 CELLS = 2**13  # cells of the page table changed at a time; smaller tables are sent whole
 
 
@@ -229,7 +230,6 @@ class Runner:
         self._cache: Any = None
         self.hidden: Any = None
         self._table: jax.Array | None = None  # page table of steps, on the device
-        self._blank_undo: programs.Undo | None = None
         config = model.config
         self.page_bytes = page_bytes(config, policy, page_size, model.dtype, kv_dtype)
         groups = policy.groups(config.num_full_layers)
@@ -340,7 +340,7 @@ class Runner:
     def release(self) -> None:
         """Frees the memory of the cache; `recover` makes another one."""
         self.dirty = True
-        self._table = self._blank_undo = None
+        self._table = None
         self.copies = Copies(self.num_lanes, self._num_pages // self.num_shards, self.page_bytes)
         if self._cache is not None:
             for leaf in jax.tree.leaves(self._cache):
@@ -453,16 +453,42 @@ class Runner:
     # -- running ----------------------------------------------------------------------------------
 
     @property
-    def blank_undo(self) -> programs.Undo | None:
-        """What the first of some checked steps takes as `programs.Undo`; None if none takes any."""
-        if self.host is not None or not self.policy.can_undo:
-            return None
-        if self._blank_undo is None:
-            self._blank_undo = jax.tree.map(
-                lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
-                programs.Undo.of(self.cache),
-            )
-        return self._blank_undo
+    def takes_back(self) -> bool:
+        """Whether decode steps can be taken back; see `checked_steps`."""
+        return self.host is None and self.policy.can_undo
+
+    def checked_size(self, num_steps: int) -> int:
+        """Returns the most steps of a program whose tokens the host checks; divides `num_steps`."""
+        if not self.takes_back:
+            return 1
+        most = CHECKED_STEPS
+        if not self.appends:
+            saves = self.model.config.window is None and not self._on_mesh
+            most = min(most, self.policy.visible_window + 1) if saves else 1
+        return next(size for size in range(most, 0, -1) if num_steps % size == 0)
+
+    def blank_trail(self, num_steps: int) -> programs.Trail:
+        """Returns the trail of that many checked steps with zeros, to compile `redraw`."""
+        cache = self.cache
+
+        def after(x: Any) -> Any:
+            zeros = np.zeros((num_steps, *x.shape), x.dtype)
+            if self.model.mesh is None:
+                return zeros
+            spec = PartitionSpec(None, *x.sharding.spec)
+            return jax.device_put(zeros, NamedSharding(self.model.mesh, spec))
+
+        hidden = self.everywhere(np.zeros((num_steps, *self.hidden.shape), self.hidden.dtype))
+        seen = self.everywhere(np.zeros((num_steps, self.num_lanes), np.int32))
+        if not self.takes_back:
+            return programs.Trail(hidden, seen)
+        overwritten = None
+        if num_steps > 1 and not self.appends:
+            shape = *cache.lengths.shape, num_steps
+            pool = jax.tree.map(lambda x: np.zeros((*shape, *x.shape[2:]), x.dtype), cache.pool)
+            overwritten = programs.Overwritten(np.zeros(shape, np.int32), pool)
+        lengths, rows = jax.tree.map(after, (cache.lengths, cache.row_state))
+        return programs.Trail(hidden, seen, lengths, rows, overwritten)
 
     @property
     def cached(self) -> tuple[Any, ...]:
@@ -539,7 +565,7 @@ class Runner:
         left = (remaining + programs.ENDLESS * self.endless).astype(np.int32)
         given = table, self.everywhere(tokens), left, self.seeds
         with use_mesh(self.model.mesh):
-            self.cache, steps, newest, tail = programs.decode(
+            self.cache, steps, newest, tail, _ = programs.decode(
                 *self.cached, *given, self.traced_policy, rule, num_steps, end_tokens
             )
         _send_to_host(steps)

@@ -170,6 +170,21 @@ class Policy(Options):
         """
         return False
 
+    def overwritten(
+        self, rows: Any, seen: Int[Array, " B"], count: int
+    ) -> Int[Array, "*rows count"] | None:
+        """Returns the slots that each of the next `count` steps may overwrite; None if none does.
+
+        With what they hold several steps can be taken back, if `can_undo`.
+
+        Args:
+          rows: the state of the rows (`PolicyState.rows`).
+          seen: tokens so far.
+          count: number of steps, at most `visible_window + 1` unless the policy appends.
+        """
+        del rows, seen, count
+        return None
+
     def prefix_exact(self, seen: int, *, prompt: int, max_length: int) -> bool:
         """Whether the state of a sequence depends only on the tokens that it has seen.
 

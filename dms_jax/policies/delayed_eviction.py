@@ -75,6 +75,14 @@ class DelayedEviction(Policy):
         first = jnp.where(held, ring // 2, FOREVER).min(-1)
         return jnp.minimum(first, lengths)
 
+    def overwritten(self, rows, seen, count):
+        """See `Policy.overwritten`: those of the tokens that leave the window, marked or not."""
+        ring = base_rows(rows)
+        position = seen[:, None] + jnp.arange(count)  # token i pushes out the one W before it
+        index = jnp.broadcast_to((position % ring.shape[-1])[:, None], (*ring.shape[:-1], count))
+        slots = jnp.take_along_axis(ring, index, -1) // 2
+        return jnp.where((position >= ring.shape[-1])[:, None], slots, FOREVER)
+
     def share_kept(self, compression_ratio: float | int) -> float:
         """Returns the expected fraction of tokens kept when they leave the window."""
         return 1 / compression_ratio if self.retrofit.needed else 1.0

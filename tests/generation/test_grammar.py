@@ -8,6 +8,7 @@ import json
 import random
 import re
 import types
+from unittest import mock
 
 import chex
 import jax
@@ -139,10 +140,15 @@ def test_tokens_drawn_again_follow_the_masked_distribution():
     assert 0.5 < len(refused) / rows < 0.7
     model = types.SimpleNamespace(unembed=lambda hidden: hidden)
     redraw = jax.jit(functools.partial(inspect.unwrap(programs.redraw), model))
-    _, tokens = redraw(
-        programs.DrawInputs(everything, positions),
+    trail = programs.Trail(everything[None], positions[None])
+    cache = programs.Steps(None, None, None, None, lengths=jnp.zeros((1, rows, 1), jnp.int32))
+    _, _, tokens = redraw(
+        cache,
+        None,
+        trail,
+        trail,
         free,
-        refused,
+        np.stack([refused, np.zeros_like(refused), np.zeros_like(refused)]),
         bits(np.broadcast_to(allowed, (len(refused), size))),
         seeds,
         rule,
@@ -231,7 +237,9 @@ def test_only_chunks_with_a_grammar_run_step_by_step(engine, monkeypatch):
     serve_arrivals(engine, [requests])
     assert len(requests[1].generated) <= 4  # two letters in one or two tokens, and the end
     assert len(requests[0].generated) == 20
-    assert chunks == ["step"] + ["whole"] * 4  # of four steps each
+    steps = chunks.count("step")
+    assert steps in (1, 2)  # of four steps each, which a refused token voids
+    assert chunks in [["step"] * steps + ["whole"] * whole for whole in (3, 4)]
 
 
 def test_grammar_resumes_after_error(engine, monkeypatch):
@@ -281,30 +289,43 @@ def told(engine, looks):
     return sent
 
 
-def fake_engine(num_lanes, chunk, **options):
+KEEPS, EVICTS = dms_jax.Vanilla(), dms_jax.RandomEviction(window=10, rate=0.6)
+
+
+def fake_engine(num_lanes, chunk, policy=KEEPS, **options):
     """The shipped model with its end token, for the fakes."""
     options = dict(max_tokens=64, page_size=16, prefill_chunk=16) | options
-    return Engine(stories(), dms_jax.Vanilla(), num_lanes=num_lanes, chunk=chunk, **options)
+    model = dataclasses.replace(stories(), policy=policy)
+    return Engine(model, policy, num_lanes=num_lanes, chunk=chunk, **options)
 
 
 @functools.cache
-def one_by_one():
+def one_by_one(policy):
     """With chunks of one step each token is consumed as soon as it is drawn."""
-    return fake_engine(1, 1)
+    return fake_engine(1, 1, policy)
 
 
 @functools.cache
-def alone(prompt, sampling, max_new_tokens):
-    """Returns the ended request that ran alone, by the fakes."""
+def alone(prompt, sampling, max_new_tokens, policy):
+    """Returns the ended request that ran alone, by the fakes; nothing is ever taken back."""
     (request,) = requests_of([list(prompt)], [sampling])
     request.max_new_tokens = max_new_tokens
-    serve_arrivals(one_by_one(), [[request]])
+    with mock.patch.multiple(checked_steps, **BEFORE):
+        serve_arrivals(one_by_one(policy), [[request]])
     return request
 
 
-def alone_as(request):
+def alone_as(request, policy=KEEPS):
     """Returns the same request, ended, alone."""
-    return alone(tuple(request.prompt), request.sampling, request.max_new_tokens)
+    return alone(tuple(request.prompt), request.sampling, request.max_new_tokens, policy)
+
+
+# When tokens are checked: before the next step, during it, and several during the next ones.
+BEFORE, NEXT, TOGETHER = (
+    dict(zip(("MOST_REFUSED", "FEW_REFUSED"), shares, strict=True))
+    for shares in ((0, 0), (2, 0), (2, 2))
+)
+BY_SHARE = {name: getattr(checked_steps, name) for name in TOGETHER}
 
 
 @pytest.mark.usefixtures("fakes")
@@ -338,16 +359,29 @@ def drawn_requests(choose, samplings):
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(
-    ("undoes", "chunk"),
-    [(True, 1), (True, 4), (False, 2), *further((True, 2), (False, 1), (False, 4))],
+    ("checks", "chunk", "policy"),
+    [
+        (TOGETHER, 4, EVICTS),
+        (TOGETHER, 16, KEEPS),
+        (NEXT, 4, KEEPS),
+        (BEFORE, 2, KEEPS),
+        *further(
+            (TOGETHER, 8, EVICTS),
+            (TOGETHER, 1, KEEPS),
+            (TOGETHER, 2, KEEPS),
+            (NEXT, 4, EVICTS),
+            (BEFORE, 4, EVICTS),
+            (BY_SHARE, 8, EVICTS),
+        ),
+    ],
 )
-def test_random_arrivals_with_grammars(undoes, chunk, monkeypatch):
+def test_random_arrivals_with_grammars(checks, chunk, policy):
     """Cancelled, preempted and stopped in all states of the checks: each is answered as alone.
 
     Requests join lanes that go on, also where nothing is refused.
     """
-    monkeypatch.setattr(checked_steps, "MOST_REFUSED", 2 if undoes else 0)
-    engine = fake_engine(6, chunk, page_size=8, prefix_cache=3e5 if chunk == 1 else None)
+    options = dict(page_size=8, prefix_cache=3e5 if chunk in (1, 4) else None)
+    engine = fake_engine(6, chunk, policy, **options)
     pairs = Grammar.regex("([ a-z]{1,6}!){200,}")
     anything = Grammar.regex(r"(.|\n)*")
     samplings = [
@@ -360,13 +394,14 @@ def test_random_arrivals_with_grammars(undoes, chunk, monkeypatch):
     for seed in range(16):
         choose = random.Random(seed)
         requests = drawn_requests(choose, samplings)
-        with squeezed(engine, choose.choice((8, 11, 30)) * rows):
+        squeeze = squeezed(engine, choose.choice((8, 11, 30)) * rows)
+        with squeeze, mock.patch.multiple(checked_steps, **checks):
             events = serve_at_random(engine, requests, choose)
             engine.runner.prefixes.clear()
         reached += collections.Counter(each.finish_reason for each in requests)
         reached["preempted"] += len(events.preempted)
         for each in requests:
-            want, count = alone_as(each), len(each.generated)
+            want, count = alone_as(each, policy), len(each.generated)
             assert each.generated == want.generated[:count]
             assert each.logprobs == want.logprobs[: len(each.logprobs)]
             if each.finish_reason == "cancelled":
@@ -376,14 +411,15 @@ def test_random_arrivals_with_grammars(undoes, chunk, monkeypatch):
             if each.index not in events.preempted and not each.usage.cached_tokens:
                 assert each.usage.kv_reads == want.usage.kv_reads
     kinds = ("end", "length", "stop", "cancelled", "preempted")
-    assert min(reached[each] for each in kinds) > 1, reached
+    assert all(reached[each] for each in kinds), reached
 
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("tokens", [27, 40])
 def test_lanes_with_void_steps_reach_their_length(tokens, monkeypatch):
     """A chunk counts all its steps until it is collected, so the next one may plan too few."""
-    monkeypatch.setattr(checked_steps, "MOST_REFUSED", 2)
+    for name, value in TOGETHER.items():
+        monkeypatch.setattr(checked_steps, name, value)
     options = dict(max_tokens=64, page_size=16, prefill_chunk=16, num_lanes=4)
     pairs = Grammar.regex("([ a-z]{1,6}!){200,}")
     samplings = [Sampling(max_new_tokens=tokens, grammar=pairs, seed=seed) for seed in range(4)]
@@ -458,15 +494,17 @@ def test_end_token_that_is_a_word_ends_no_unfinished_answer():
 def test_opening_forces_its_tokens():
     tokens = (33, 69, 31)
     matcher = grammar.OpeningMatcher(grammar.Opening(tokens))
-    for token in tokens:
+    for number, token in enumerate(tokens, 1):
         assert matcher.only == token
         found = masks_of({1: matcher}, 2, 70)
         bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
         assert bits[0].all()
         assert np.flatnonzero(bits[1]).tolist() == [token]
-        matcher.read()
+        assert matcher.force(1) == tokens[number : number + 1]
     assert matcher.only is None
     assert (masks_of({1: matcher}, 2, 70) == -1).all()
+    matcher.restart([])
+    assert matcher.force(2) == (69, 31)
     matcher.restart([33])
     assert matcher.only == 69
 
@@ -512,6 +550,8 @@ def test_policies_with_state_by_page_take_no_step_back():
 UNDOABLE = {
     "vanilla": dms_jax.Vanilla(),
     "dms": MECHANISMS["dms"],
+    "a long window": dms_jax.RandomEviction(window=16, rate=0.6),
+    "a short window": dms_jax.RandomEviction(window=4, rate=0.6),
     "without a window": dms_jax.RandomEviction(window=0, rate=0.6),
     "streaming": dms_jax.StreamingLLM(budget=12, sinks=2),
 }
@@ -519,22 +559,21 @@ UNDOABLE = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", UNDOABLE)
-def test_steps_taken_back_change_no_answer(name, monkeypatch):
-    """Each refused token costs a step, unless the check comes before it."""
+def test_steps_taken_back_change_no_answer(name):
+    """Refused tokens cost steps, unless the check comes before these."""
     people = dataclasses.replace(GREEDY, grammar=Grammar.json_schema(PERSON), logprobs=True)
     samplings = [people, dataclasses.replace(GREEDY, max_new_tokens=20, logprobs=True)]
     assert UNDOABLE[name].can_undo
     model = dataclasses.replace(stories(), policy=UNDOABLE[name])
     engine = Engine(model, UNDOABLE[name], max_tokens=64, **SHAPE)
     runs = []
-    for undoes in (True, False):
-        with monkeypatch.context() as patched:
-            patched.setattr(checked_steps, "MOST_REFUSED", 2 if undoes else 0)
+    for checks in (BEFORE, NEXT, TOGETHER):
+        with mock.patch.multiple(checked_steps, **checks):
             requests = requests_of(PROMPTS[:2], samplings)
             serve_arrivals(engine, [requests])
             runs.append(requests)
     assert is_person(runs[0][0].text)
-    for one, other in zip(*runs, strict=True):
+    for one, other in [*zip(*runs[:2], strict=True), *zip(*runs[::2], strict=True)]:
         assert one.generated == other.generated
         chex.assert_trees_all_close(np.array(one.logprobs), np.array(other.logprobs), atol=1e-4)
         for what in ("live_tokens", "kv_reads", "peak_tokens", "new_tokens"):
@@ -544,13 +583,13 @@ def test_steps_taken_back_change_no_answer(name, monkeypatch):
 def test_too_complex_grammar_names_its_request(engine, monkeypatch):
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
     requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
-    allows = Matcher.try_consume
+    allows = Matcher.consume_allowed
 
-    def wrong(self, token):
+    def wrong(self, tokens):
         self.compiled.consume_token(500)  # a token that no state of the grammar allows
-        return allows(self, token)
+        return allows(self, tokens)
 
-    monkeypatch.setattr(Matcher, "try_consume", wrong)
+    monkeypatch.setattr(Matcher, "consume_allowed", wrong)
     with pytest.raises(GrammarError, match=r"to its end: .*satisfy") as error:
         serve_arrivals(engine, [requests])
     assert error.value.indices == {requests[1].index}

@@ -39,8 +39,8 @@ STEPS = {
     "H2O": dms_jax.H2O(budget=128),
     "SnapKV": SNAPKV,
 }
-# Steps of lanes with a grammar, in two programs: on the device, and with values on the host.
-SINGLE = {name: STEPS[name] for name in ("DMS", "KCache")}
+# Steps of lanes with a grammar: several on the device, and one with values on the host.
+CHECKED = {name: STEPS[name] for name in ("DMS", "KCache")}
 # Prompts that are appended and then cut, and prompts with eviction during prefill, in one pass and
 # token by token; and one that is only appended.
 PROMPTS = {
@@ -136,13 +136,33 @@ def memory_of(policy, place: NamedSharding) -> dict:
     return report_of(programs.decode.lower(*shapes), shapes, place)
 
 
-def memory_of_single(policy, place: NamedSharding) -> dict:
-    """Returns the same for one step, as used for lanes with a grammar."""
+def checked_steps(policy, shapes: tuple, place: NamedSharding) -> Any:
+    """Lowers the steps of lanes with a grammar."""
+    num_steps = shapes[9] if policy.can_undo else 1
+    forced = jax.ShapeDtypeStruct((num_steps, *shapes[5].shape), jnp.int32, sharding=place)
+    return programs.decode.lower(*shapes[:9], num_steps, shapes[10], forced)
+
+
+def memory_of_checked(policy, place: NamedSharding) -> dict:
+    """Returns the same for steps of lanes with a grammar."""
     shapes = arguments(policy, config_on(place), pool_factor=POOL_FACTOR, place=place)
-    undo = programs.Undo.of(shapes[1]) if policy.can_undo else None
-    control = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shapes[5])
-    given = *shapes[:4], undo, shapes[4], control, shapes[6]
-    return report_of(programs.step.lower(*given, policy, shapes[8], ()), shapes, place)
+    return report_of(checked_steps(policy, shapes, place), shapes, place)
+
+
+def memory_of_redraw(policy, place: NamedSharding) -> dict:
+    """Returns the same for the program that takes such steps back."""
+    shapes = arguments(policy, config_on(place), pool_factor=POOL_FACTOR, place=place)
+    model, cache, _, table, tokens, _, seeds, _, rule = shapes[:9]
+
+    def of(x: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
+
+    trail = jax.tree.map(of, checked_steps(policy, shapes, place).out_info[4])
+    masks = of(np.empty((BATCH, -(-model.config.vocab_size // 32))), jnp.int32)
+    refused = of(np.empty((3, BATCH)), jnp.int32)
+    given = table, trail, trail, tokens, refused, masks, seeds, rule
+    lowered = programs.redraw.lower(model.without_layers(), cache, *given)
+    return report_of(lowered, (model.without_layers(), *shapes[1:]), place)
 
 
 def memory_of_prompts(policy, place: NamedSharding) -> dict:
@@ -200,7 +220,8 @@ def main() -> None:
     place = for_h200() if on_gpu else on_tpu()
     programs_of = {
         "steps": (memory_of, STEPS),
-        "single": (memory_of_single, SINGLE),
+        "checked": (memory_of_checked, CHECKED),
+        "redraw": (memory_of_redraw, {"DMS": STEPS["DMS"]}),
         "prompts": (memory_of_prompts, PROMPTS),
     }
     backend = mock.patch.object(jax, "default_backend", return_value="gpu")

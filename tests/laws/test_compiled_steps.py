@@ -41,7 +41,7 @@ def report(request) -> tuple[str, dict]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("program", ["steps", "single", "prompts"])
+@pytest.mark.parametrize("program", ["steps", "checked", "redraw", "prompts"])
 def test_pool_is_updated_in_place(program, report):
     """The output cache aliases the input, and the pool is not part of the temporary memory.
 

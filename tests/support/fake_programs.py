@@ -1,7 +1,7 @@
 """Fake programs that compute only the values that the host reads, and an oracle of their answers.
 
-They replace `dms_jax.generation.programs.extend`, `first_tokens` and `decode` in tests of the host
-(scheduler, pages, streams, server) and in the benchmark of host time:
+They replace `extend`, `first_tokens`, `decode` and `redraw` of `dms_jax.generation.programs` in
+tests of the host (scheduler, pages, streams, server) and in the benchmark of host time:
 
     write   a token goes to one slot of each row of its lane, through the page table; whether the
             row grows for it is a hash of the row and the position, as far as the policy evicts;
@@ -259,86 +259,104 @@ def first_tokens(transformer, hidden, sources, seeds, positions, rule, fresh, to
 
 
 def decode(
-    transformer, cache, host, table, tokens, remaining, seeds, policy, rule, num_steps, end_tokens
+    transformer,
+    cache,
+    host,
+    table,
+    tokens,
+    remaining,
+    seeds,
+    policy,
+    rule,
+    num_steps,
+    end_tokens,
+    forced=None,
 ):
-    """Fake `programs.decode`."""
+    """Fake `programs.decode`. The trail has all pages after each step."""
     del host
     ends = jnp.asarray(end_tokens, jnp.int32)
 
-    def step(carry, given):
+    def step(carry, chosen):
         cache, tokens, remaining = carry
+        given, forced = chosen
         active = remaining > 0
         cache, read, live = _append(transformer, cache, table, tokens, active, policy)
-        drawn = _draw(read, cache.seen, seeds, rule, given, _broken(tokens))
+        broken = _broken(tokens)
+        drawn = _draw(read, cache.seen, seeds, rule, given, broken)
+        trail = None
+        if forced is not None:
+            likely, chosen = drawn.tokens, jnp.where(forced < 0, drawn.tokens, forced)
+            logprobs = None if drawn.logprobs is None else _logprobs(cache.seen, chosen)
+            best = dict(likeliest=likely, highest=jnp.zeros(likely.shape))
+            drawn = drawn.replace(tokens=chosen, logprobs=logprobs, **best)
+            hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
+            trail = programs.Trail(hidden, cache.seen)
+            if policy.can_undo:
+                state = cache.lengths, cache.row_state, cache.k_pages
+                trail = programs.Trail(hidden, cache.seen, *state)
         new = jnp.where(active, drawn.tokens, tokens)
         remaining = jnp.where(jnp.isin(new, ends) & ~endless, 0, remaining - active)
         out = dataclasses.replace(drawn, tokens=new, ran=active, live=live, reads=2 * live + 1)
-        return (cache, new, remaining), out
+        return (cache, new, remaining), (out, trail)
 
     remaining, endless = remaining % programs.ENDLESS, remaining >= programs.ENDLESS
     remaining = jnp.where(jnp.isin(tokens, ends) & ~endless, 0, remaining)
-    given = rule.tokens if isinstance(rule, Given) else None
+    chosen = rule.tokens if isinstance(rule, Given) else None, forced
     carry = cache, tokens, remaining
-    (cache, newest, _), steps = jax.lax.scan(step, carry, given, length=num_steps)
+    (cache, newest, _), (steps, trail) = jax.lax.scan(step, carry, chosen, length=num_steps)
     frozen = _frozen(policy, cache.lengths)
     steps = Packed.of(dataclasses.replace(steps, lengths=cache.lengths, frozen=frozen))
-    return cache, steps, newest, None
+    return cache, steps, newest, None, trail
 
 
-def step(transformer, cache, host, table, undo, tokens, control, seeds, policy, rule, end_tokens):
-    """Fake `programs.step`."""
-    del host
-    given, forced, takes_back = control
-    if undo is not None:
-        cache = undo.applied(cache, takes_back > 0)
-        undo = programs.Undo.of(cache)
-    remaining, endless = given % programs.ENDLESS, given >= programs.ENDLESS
-    ended = jnp.isin(tokens, jnp.asarray(end_tokens, jnp.int32)) & ~endless
-    active = (remaining > 0) & ~ended
-    cache, read, live = _append(transformer, cache, table, tokens, active, policy)
-    broken = _broken(tokens)
-    drawn = _draw(read, cache.seen, seeds, rule, None, broken)
-    likely, chosen = drawn.tokens, jnp.where(forced < 0, drawn.tokens, forced)
-    logprobs = None if drawn.logprobs is None else _logprobs(cache.seen, chosen)
-    new = jnp.where(active, chosen, tokens)
-    one = drawn.replace(
-        tokens=new,
-        logprobs=logprobs,
-        likeliest=likely,
-        highest=jnp.zeros(likely.shape),
-        ran=active,
-        live=live,
-        reads=2 * live + 1,
-    )
-    one = jax.tree.map(lambda x: x[None], one)
-    hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
-    frozen = _frozen(policy, cache.lengths)
-    packed = Packed.of(dataclasses.replace(one, lengths=cache.lengths, frozen=frozen))
-    return cache, packed, new, programs.DrawInputs(hidden, cache.seen), undo, None
-
-
-def redraw(transformer, source, tokens, lanes, masks, seeds, rule):
+def redraw(transformer, cache, table, trail, later, tokens, refused, masks, seeds, rule):
     """Fake `programs.redraw`."""
-    del transformer
+    del transformer, later
+    lanes, steps, _ = refused
 
     def take(x):
         return x.at[lanes].get(mode="clip") if jnp.ndim(x) else x
 
     rule = dataclasses.replace(jax.tree.map(take, rule), allowed=masks)
-    hidden, positions = take(source.hidden), take(source.positions)
+    hidden, positions = (x.at[steps, lanes].get(mode="clip") for x in (trail.hidden, trail.seen))
     read, broken = hidden[:, 0].astype(jnp.uint32), hidden[:, 1] > 0
     drawn = _allowed(_draw(read, positions, take(seeds), rule, None, broken), rule)
     logprobs = _logprobs(positions, drawn.tokens) if rule.logprobs else None
     newest = tokens.at[lanes].set(drawn.tokens, mode="drop")
-    return Packed.of((drawn.tokens, logprobs)), newest
+    if trail.lengths is not None:
+        cache = _taken_back(cache, table, trail, lanes, steps)
+    lengths = cache.lengths.at[:, lanes].get(mode="clip")
+    return cache, Packed.of((drawn.tokens, logprobs, lengths)), newest
+
+
+def _taken_back(cache, table, trail, lanes, steps):
+    kept = jnp.full(len(cache.seen), -1).at[lanes].set(steps, mode="drop")
+
+    def choose(after, now):
+        found = now
+        for step, one in enumerate(after):
+            found = jnp.where((kept == step).reshape(1, -1, *[1] * (now.ndim - 2)), one, found)
+        return found
+
+    k_pages = cache.k_pages
+    if table is not None:  # else nothing was overwritten
+        for step, one in enumerate(trail.overwritten):
+            pages = jnp.where((kept == step)[:, None, None], table, len(k_pages))
+            k_pages = k_pages.at[pages].set(one.at[pages].get(mode="clip"), mode="drop")
+    return dataclasses.replace(
+        cache,
+        pool=dataclasses.replace(cache.pool, k_pages=k_pages),
+        lengths=choose(trail.lengths, cache.lengths),
+        seen=choose(trail.seen[:, None], cache.seen[None])[0],
+        row_state=jax.tree.map(choose, trail.row_state, cache.row_state),
+    )
 
 
 FAKES: dict[str, Any] = {
     "extend": Program(extend, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
     "first_tokens": Program(first_tokens, keep_unused=True),
     "decode": Program(decode, donate_argnums=1, static_argnums=(9, 10), keep_unused=True),
-    "step": Program(step, donate_argnums=1, static_argnums=(10,), keep_unused=True),
-    "redraw": Program(redraw, keep_unused=True),
+    "redraw": Program(redraw, donate_argnums=1, keep_unused=True),
 }
 
 

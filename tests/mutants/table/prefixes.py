@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "prefixes: slots of steps that were taken back are frozen",
         FOLDER + "checked_steps.py",
-        "frozen = np.where(void.any(0)[:, None], 0, frozen)",
-        "pass",
+        "np.where((kept < each.size)[:, None], 0, part.frozen)",
+        "part.frozen",
         (RANDOM,),
     ),
     Mutant(
