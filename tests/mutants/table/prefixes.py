@@ -51,11 +51,11 @@ MUTANTS = [
         ("tests/cache/test_pages.py",),
     ),
     Mutant(
-        "prefixes: a prompt stops for a state without room",
+        "prefixes: the turn of a session stops in its prompt",
         FOLDER + "prefixes.py",
         "if self.keeps and (lane is None or self._keeps_end(lane, request)):",
         "if self.keeps:",
-        (f"{PREFIXES}::test_prompt_does_not_stop_for_state_without_room",),
+        (f"{PREFIXES}::test_turn_of_session_does_not_stop_in_its_prompt",),
     ),
     Mutant(
         "copies: a page is read before an earlier copy writes it",
