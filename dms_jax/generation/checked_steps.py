@@ -244,8 +244,8 @@ class CheckedSteps:
             while left:
                 ahead = self._runner.takes_back and self._refused < MOST_REFUSED
                 size = most if self._refused < FEW_REFUSED and most <= left else 1
-                if any(each.size != size for each in self._launched):
-                    ahead = False  # both programs in flight have as many steps
+                if not self._runner.appends:  # both programs in flight have as many steps
+                    ahead = ahead and all(each.size == size for each in self._launched)
                 self._resolve(1 if ahead else 0, meanwhile)
                 if not self._going.any():
                     return
@@ -464,8 +464,10 @@ class CheckedSteps:
         lanes, entries, lane_of = which
         refused = np.zeros((3, len(lane_of)), np.int32)
         refused[0], refused[1, entries], refused[2] = lane_of, places[lanes], bool(self._launched)
-        later = self._launched[-1].trail if self._launched else program.trail
-        table = None if later.overwritten is None else self._table
+        later, table = None, None
+        if program.trail.overwritten is not None:
+            table = self._table
+            later = self._launched[-1].trail if self._launched else program.trail
         given = table, program.trail, later, self.newest, refused, masks
         runner = self._runner
         runner.cache, result, newest = programs.redraw(

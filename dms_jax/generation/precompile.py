@@ -252,10 +252,10 @@ class _Calls:
             for count in sorted({min(checked_steps.FEW, num_lanes), num_lanes}):
                 masks = grammar.masks_of({}, count, runner.model.config.vocab_size)
                 refused = np.zeros((3, count), np.int32)
-                given = (
-                    *(None if trail.overwritten is None else table, trail, trail, tokens),
-                    *(refused, masks, self._seeds, self._rule(1)),
+                own = (
+                    (table, trail, trail) if trail.overwritten is not None else (None, trail, None)
                 )
+                given = *own, tokens, refused, masks, self._seeds, self._rule(1)
                 calls.append((programs.redraw, (outer, runner.cache, *given)))
         return calls
 

@@ -799,7 +799,7 @@ def redraw(
     cache: Cache,
     page_table: Int[Array, "L B K M"] | None,
     trail: Trail,
-    later: Trail,
+    later: Trail | None,
     tokens: Int[Array, " B"],
     refused: Int[Array, "3 n"],
     masks: Int[Array, "n words"],
@@ -813,7 +813,8 @@ def redraw(
       cache: the cache, after all steps.
       page_table: as in `decode`; None if no slots were overwritten.
       trail: that of the steps with the tokens.
-      later: that of the steps launched after those; any other one if there are none.
+      later: that of the steps launched after those, any other one if there are none; None if no
+        slots were overwritten.
       tokens: the newest tokens of all lanes.
       refused: the lane and the step of each token, and whether there are later steps. A lane beyond
         the last one is ignored.
@@ -852,7 +853,7 @@ def _taken_back(
     cache: Cache,
     page_table: Int[Array, "L B K M"] | None,
     trail: Trail,
-    later: Trail,
+    later: Trail | None,
     kept: Int[Array, " B"],
     followed: Bool[Array, " B"],
 ) -> Cache:
@@ -869,6 +870,7 @@ def _taken_back(
     pool, page_size = cache.pool, cache.k_pages.shape[1]
     if trail.overwritten is not None:
         assert page_table is not None
+        assert later is not None
         # What two steps have overwritten is first as the second one found it, then as the first.
         step = jnp.arange(len(trail.seen))
         back = (kept >= 0)[:, None] & (step > kept[:, None])

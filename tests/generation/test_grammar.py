@@ -146,7 +146,7 @@ def test_tokens_drawn_again_follow_the_masked_distribution():
         cache,
         None,
         trail,
-        trail,
+        None,
         free,
         np.stack([refused, np.zeros_like(refused), np.zeros_like(refused)]),
         bits(np.broadcast_to(allowed, (len(refused), size))),
