@@ -227,9 +227,7 @@ class CheckedSteps:
         """
         self._seeds, self._rule = self._runner.seeds, rule
         if self._runner.model.mesh is None:  # arrays are sent once for all steps
-            self._seeds, self._rule = jax.tree.map(
-                lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, (self._seeds, rule)
-            )
+            self._seeds, self._rule = jax.device_put((self._seeds, rule))
         self._table, self._own_table = self._runner.table_of_steps(remaining > 0)
         self._outer = self._runner.model.transformer.without_layers()
         self._remaining, self._taken = remaining, np.zeros_like(remaining)

@@ -306,8 +306,14 @@ class Prefixes:
             for node in path
             if len(node.children) + node.ends > 1 or node.waiting > admitted
         }
-        if self.keeps and (lane is None or self._keeps_end(lane, request)):
-            parts.add(most)
+        if self.keeps:
+            _, behind_answer = self._continued.get(-1 if lane is None else lane, (0, False))
+            # The turn of a session continues its last answer, as the next one will: a stop in its
+            # prompt would be another program (with 16 agents and DMS, half of the time to their
+            # first tokens). An answer with stop strings may become no state; see `keep`.
+            continues = behind_answer and max(parts, default=0) <= start
+            if self._runner.appends or not continues or request.sampling.stop:
+                parts.add(most)
         whole = {self._round_to_pages(min(each, most)) for each in parts}
         least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
@@ -537,9 +543,6 @@ class Prefixes:
         changing, copied = self._changing(lengths, frozen)
         if ended:
             changing[:] = False  # the lane leaves them to the state
-        awaited = len(node.children) + node.ends > 1 or node.is_awaited
-        if changing.any() and not awaited and not self._keeps_end(lane, request):
-            return
         pages = allocator.pages_of(lane, lengths)
         state = PrefixState(node, lengths, frozen, pages, rows, ended)
         if changing.any():
@@ -555,16 +558,6 @@ class Prefixes:
         node.set_state(state)
         self._on_device[state] = None
         self._replace(lane, state)
-
-    def _keeps_end(self, lane: int, request: "Request") -> bool:
-        """Whether the end of a prompt becomes a state: not if it continues an answer.
-
-        The next turn of such a session will continue this turn's answer, and a stop in the prompt
-        is another program (with 16 agents and DMS, a third of the time to their first tokens). An
-        answer with stop strings may become no state; see `keep`.
-        """
-        _, behind_answer = self._continued.get(lane, (0, False))
-        return self._runner.appends or not behind_answer or bool(request.sampling.stop)
 
     def _replace(self, lane: int, state: PrefixState) -> None:
         """Marks the states that leave first: those that its request continued are replaced.

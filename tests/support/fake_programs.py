@@ -292,7 +292,8 @@ def decode(
             hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
             trail = programs.Trail(hidden, cache.seen)
             if policy.can_undo:
-                state = cache.lengths, cache.row_state, cache.k_pages
+                overwrites = num_steps > 1 and not policy.appends
+                state = cache.lengths, cache.row_state, cache.k_pages if overwrites else None
                 trail = programs.Trail(hidden, cache.seen, *state)
         new = jnp.where(active, drawn.tokens, tokens)
         remaining = jnp.where(jnp.isin(new, ends) & ~endless, 0, remaining - active)

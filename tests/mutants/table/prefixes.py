@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "prefixes: the turn of a session stops in its prompt",
         FOLDER + "prefixes.py",
-        "if self.keeps and (lane is None or self._keeps_end(lane, request)):",
-        "if self.keeps:",
+        "if self._runner.appends or not continues or request.sampling.stop:",
+        "if True:",
         (f"{PREFIXES}::test_turn_of_session_does_not_stop_in_its_prompt",),
     ),
     Mutant(
