@@ -69,6 +69,27 @@ MUTANTS = [
         (f"{GRAMMAR}::test_only_allowed_tokens_are_drawn",),
     ),
     Mutant(
+        "grammar: steps after a refused token stand",
+        "dms_jax/generation/checked_steps.py",
+        "program.kept = np.where(refused, places + 1, program.kept)",
+        "pass",
+        (GRAMMAR,),
+    ),
+    Mutant(
+        "grammar: slots that steps overwrote are not put back",
+        "dms_jax/generation/programs.py",
+        "    if trail.overwritten is not None:\n",
+        "    if False:\n",
+        (f"{GRAMMAR}::test_steps_taken_back_change_no_answer",),
+    ),
+    Mutant(
+        "grammar: slots of the second program are not put back",
+        "dms_jax/generation/programs.py",
+        "(later, jnp.broadcast_to(followed[:, None], back.shape))",
+        "(later, jnp.zeros_like(back))",
+        (f"{GRAMMAR}::test_steps_taken_back_change_no_answer",),
+    ),
+    Mutant(
         "grammar: two answers follow one matcher",
         "dms_jax/generation/grammar.py",
         "return _first(tokens, source).deep_copy()",
