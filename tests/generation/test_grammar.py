@@ -579,6 +579,38 @@ def test_steps_taken_back_change_no_answer(name):
             assert getattr(one.usage, what) == getattr(other.usage, what)
 
 
+def test_steps_taken_back_freeze_no_slots():
+    """The last of three lanes took both steps of a program back, the second one of them."""
+    both, lanes = np.ones((2, 3), bool), np.full(3, 2)
+    rows = np.full((1, 3, 1), 9)
+    steps = programs.Steps(
+        both * 7,
+        None,
+        None,
+        both,
+        ran=both,
+        live=both * 9,
+        reads=both * 9,
+        lengths=rows,
+        frozen=rows,
+    )
+    program = checked_steps._Program(
+        result=types.SimpleNamespace(read=lambda: steps),
+        trail=types.SimpleNamespace(seen=both),
+        tail=None,
+        before=None,
+        begins=~both[0],
+        most=lanes,
+        kept=np.array([2, 1, 0]),
+    )
+    checked = checked_steps.Checked(
+        most=lanes, epochs=lanes, tail=None, table=None, programs=[program], ended=~both[0]
+    )
+    found, _ = checked.read()
+    assert found.ran.sum(0).tolist() == [2, 1, 0]
+    assert found.frozen[0, :, 0].tolist() == [9, 0, 0]
+
+
 def test_too_complex_grammar_names_its_request(engine, monkeypatch):
     sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
     requests = requests_of(PROMPTS[:2], [GREEDY, sampling])

@@ -41,7 +41,7 @@ MUTANTS = [
         FOLDER + "checked_steps.py",
         "np.where((kept < each.size)[:, None], 0, part.frozen)",
         "part.frozen",
-        (RANDOM,),
+        ("tests/generation/test_grammar.py::test_steps_taken_back_freeze_no_slots",),
     ),
     Mutant(
         "prefixes: pages that a prefix holds already are reclaimed for it",
