@@ -80,8 +80,9 @@ class _Program:
     """A launched program of C steps.
 
     Attributes:
+      size: number of steps (C).
       result: its results on the device.
-      trail: what tokens are drawn again from.
+      trail: what tokens are drawn again from, until they are.
       tail: the values that the host must write, if it holds any.
       before: Int[B], the newest tokens before it.
       begins: lanes whose matcher has not consumed that token.
@@ -92,8 +93,9 @@ class _Program:
       redrawn: its tokens that were drawn again.
     """
 
+    size: int
     result: Packed
-    trail: programs.Trail
+    trail: programs.Trail | None
     tail: Any
     before: Any
     begins: Bool[np.ndarray, " B"]
@@ -101,11 +103,6 @@ class _Program:
     kept: Int[np.ndarray, " B"]
     check: concurrent.futures.Future | None = None
     redrawn: Redrawn | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of steps."""
-        return len(self.trail.seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,6 +318,7 @@ class CheckedSteps:
         last = self._launched[-1] if self._launched else None
         self._launched.append(
             _Program(
+                size=size,
                 result=result,
                 trail=trail,
                 tail=tail,
@@ -369,6 +367,7 @@ class CheckedSteps:
             self._taken = self._taken - void
             if masks is not None:
                 self._redraw(program, places, *masks)
+            program.trail = None  # its memory
 
     def _check(
         self,
@@ -462,11 +461,12 @@ class CheckedSteps:
         lanes, entries, lane_of = which
         refused = np.zeros((3, len(lane_of)), np.int32)
         refused[0], refused[1, entries], refused[2] = lane_of, places[lanes], bool(self._launched)
-        later, table = None, None
-        if program.trail.overwritten is not None:
+        trail, later, table = program.trail, None, None
+        assert trail is not None
+        if trail.overwritten is not None:
             table = self._table
-            later = self._launched[-1].trail if self._launched else program.trail
-        given = table, program.trail, later, self.newest, refused, masks
+            later = self._launched[-1].trail if self._launched else trail
+        given = table, trail, later, self.newest, refused, masks
         runner = self._runner
         runner.cache, result, newest = programs.redraw(
             self._outer, runner.cache, *given, self._seeds, self._rule

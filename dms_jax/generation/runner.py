@@ -56,6 +56,7 @@ from dms_jax.policies import Policy
 
 BLOCK_BYTES = 2**27  # of pages copied at a time; held twice meanwhile
 CHECKED_STEPS = 8  # of a program whose tokens the host checks, at most
+TRAIL_BYTES = 2**28  # of what such a program keeps to take its steps back, at most
 CELLS = 2**13  # cells of the page table changed at a time; smaller tables are sent whole
 
 
@@ -463,8 +464,12 @@ class Runner:
             return 1
         most = CHECKED_STEPS
         if not self.appends:
-            saves = self.model.config.window is None and not self._on_mesh
+            config = self.model.config
+            saves = config.window is None and not self._on_mesh
             most = min(most, self.policy.visible_window + 1) if saves else 1
+            slots = config.num_layers * config.num_kv_heads * self.page_bytes // self.page_size
+            a_step = self.num_lanes * (slots + state_bytes(config, self.policy, self.model.dtype))
+            most = max(min(most, TRAIL_BYTES // a_step), 1)
         return next(size for size in range(most, 0, -1) if num_steps % size == 0)
 
     def blank_trail(self, num_steps: int) -> programs.Trail:

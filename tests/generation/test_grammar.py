@@ -20,6 +20,7 @@ import pytest
 import dms_jax
 from dms_jax.errors import ConfigError
 from dms_jax.generation import Engine, Sampling, checked_steps, grammar, programs
+from dms_jax.generation import runner as runner_module
 from dms_jax.generation.checked_steps import CheckedSteps
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import (
@@ -579,6 +580,24 @@ def test_steps_taken_back_change_no_answer(name):
             assert getattr(one.usage, what) == getattr(other.usage, what)
 
 
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        (dms_jax.Vanilla(), 8),
+        (dms_jax.RandomEviction(window=16), 8),
+        (dms_jax.RandomEviction(window=4), 4),  # of 5 slots; 4 divides 16
+        (dms_jax.RandomEviction(window=0), 1),
+        (dms_jax.TOVA(budget=20), 1),
+    ],
+)
+def test_checked_programs_have_as_many_steps_as_can_be_taken_back(policy, size, monkeypatch):
+    runner = Engine(stories(), policy, num_lanes=2, max_tokens=64).runner
+    assert runner.checked_size(16) == size
+    assert runner.checked_size(1) == 1
+    monkeypatch.setattr(runner_module, "TRAIL_BYTES", 1)
+    assert runner.checked_size(16) == (size if policy.appends else 1)
+
+
 def test_steps_taken_back_freeze_no_slots():
     """The last of three lanes took both steps of a program back, the second one of them."""
     both, lanes = np.ones((2, 3), bool), np.full(3, 2)
@@ -595,8 +614,9 @@ def test_steps_taken_back_freeze_no_slots():
         frozen=rows,
     )
     program = checked_steps._Program(
+        size=2,
         result=types.SimpleNamespace(read=lambda: steps),
-        trail=types.SimpleNamespace(seen=both),
+        trail=None,
         tail=None,
         before=None,
         begins=~both[0],
