@@ -601,21 +601,18 @@ def test_checked_programs_have_as_many_steps_as_can_be_taken_back(policy, size, 
 def test_steps_taken_back_freeze_no_slots():
     """The last of three lanes took both steps of a program back, the second one of them."""
     both, lanes = np.ones((2, 3), bool), np.full(3, 2)
-    rows = np.full((1, 3, 1), 9)
+    rows, numbers = np.full((1, 3, 1), 9, np.int32), np.full((2, 3), 9, np.int32)
     steps = programs.Steps(
-        both * 7,
-        None,
-        None,
-        both,
+        *(numbers, None, None, both),
         ran=both,
-        live=both * 9,
-        reads=both * 9,
+        live=numbers,
+        reads=numbers,
         lengths=rows,
         frozen=rows,
     )
     program = checked_steps._Program(
         size=2,
-        result=types.SimpleNamespace(read=lambda: steps),
+        result=programs.Packed.of(jax.tree.map(jnp.asarray, steps)),
         trail=None,
         tail=None,
         before=None,
