@@ -659,7 +659,8 @@ class Engine:
           BusyError: it is serving a call.
         """
         with unless_busy(self._lock, "The engine"), self.runner.working():
-            sizes = {steps_a_program(self.runner, self.chunk), self.steps_between_prompts}
+            chunks = self.chunk, self.steps_between_prompts
+            sizes = {steps_a_program(self.runner, each) for each in chunks}
             return compile_all(self.runner, self.shapes, sizes, self.end_tokens)
 
     @property

@@ -97,9 +97,9 @@ def compile_first(
         runner,
         (
             # Steps take the compiler longest: they come first, while prompts are traced.
-            *(calls.steps(pages_of_steps, num_steps, end_tokens, masked=masked) if steps else []),
+            *([calls.steps(pages_of_steps, num_steps, end_tokens)] if steps and not masked else []),
+            *(calls.checked([pages_of_steps], [num_steps], end_tokens) if steps and masked else []),
             *(calls.update_table(pages_of_steps) if steps else []),
-            *(calls.redraws(pages_of_steps, num_steps) if steps and masked else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens(masked=masked)] if drawn else []),
             *(calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in batches}),
@@ -154,18 +154,14 @@ def compile_all(
     ]
     widths = runner.reservation.table_widths(steps=True)
     steps = [
-        each
+        calls.steps(pages, size, end_tokens)
         for size in sorted(num_steps, reverse=True)
         for pages in widths
-        for each in calls.steps(pages, size, end_tokens)
     ]
     for pages in widths:
         steps += calls.update_table(pages)
     if grammar.is_served(runner.model):
-        for pages in widths:
-            most = max(num_steps)
-            steps += calls.steps(pages, most, end_tokens, masked=True)
-            steps += calls.redraws(pages, most)
+        steps += calls.checked(widths, num_steps, end_tokens)
         steps += [calls.first_tokens(masked=True)]
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
@@ -218,21 +214,36 @@ class _Calls:
         return programs.extend, (*self.runner.cached, *given, shape.one_pass, shape.places)
 
     def steps(
-        self, pages: int, num_steps: int, end_tokens: tuple[int, ...], *, masked: bool = False
-    ) -> list[_Call]:
+        self, pages: int, num_steps: int, end_tokens: tuple[int, ...], *forced: np.ndarray
+    ) -> _Call:
         lanes, table = self._lanes, self.runner.everywhere(self._table(len(self._lanes), pages))
         tokens, policy = self.runner.everywhere(lanes), self.runner.traced_policy
         before = *self.runner.cached, table, tokens, lanes, self._seeds, policy
-        if not masked:
-            return [(programs.decode, (*before, self._rule(num_steps), num_steps, end_tokens))]
-        return [
-            (programs.decode, (*before, self._rule(size), size, end_tokens, forced))
-            for size in self._checked_sizes(num_steps)
-            for forced in [np.zeros((size, len(lanes)), np.int32)]
-        ]
+        rest = self._rule(num_steps), num_steps, end_tokens, *forced
+        return programs.decode, (*before, *rest)
 
-    def _checked_sizes(self, num_steps: int) -> list[int]:
-        return sorted({1, self.runner.checked_size(num_steps)}, reverse=True)
+    def checked(
+        self, widths: Iterable[int], num_steps: Iterable[int], end_tokens: tuple[int, ...]
+    ) -> list[_Call]:
+        """Returns the steps of lanes with a grammar, and what draws their tokens again.
+
+        Tokens are drawn again for a few lanes, or all. `widths` are those of the page table.
+        """
+        runner, num_lanes, calls = self.runner, len(self._lanes), list[_Call]()
+        outer, tokens = runner.model.transformer.without_layers(), runner.everywhere(self._lanes)
+        for size in sorted({1, *map(runner.checked_size, num_steps)}, reverse=True):
+            forced = np.zeros((size, num_lanes), np.int32)
+            calls += [self.steps(pages, size, end_tokens, forced) for pages in widths]
+            trail = runner.blank_trail(size)
+            given = [(None, trail, None)]
+            if trail.overwritten is not None:
+                tables = [runner.everywhere(self._table(num_lanes, pages)) for pages in widths]
+                given = [(table, trail, trail) for table in tables]
+            for count in sorted({min(checked_steps.FEW, num_lanes), num_lanes}):
+                masks = grammar.masks_of({}, count, runner.model.config.vocab_size)
+                rest = tokens, np.zeros((3, count), np.int32), masks, self._seeds, self._rule(1)
+                calls += [(programs.redraw, (outer, runner.cache, *own, *rest)) for own in given]
+        return calls
 
     def update_table(self, pages: int) -> list[_Call]:
         table = self._table(len(self._lanes), pages)
@@ -240,24 +251,6 @@ class _Calls:
             return []
         cells = self.runner.no_cells(table.shape)
         return [(programs.update_table, (self.runner.everywhere(table), cells))]
-
-    def redraws(self, pages: int, num_steps: int) -> list[_Call]:
-        """Returns the programs that draw the tokens of a few lanes again, and of all."""
-        runner, num_lanes = self.runner, len(self._lanes)
-        outer, table = runner.model.transformer.without_layers(), self._table(num_lanes, pages)
-        table, tokens = runner.everywhere(table), runner.everywhere(self._lanes)
-        calls: list[_Call] = []
-        for size in self._checked_sizes(num_steps):
-            trail = runner.blank_trail(size)
-            for count in sorted({min(checked_steps.FEW, num_lanes), num_lanes}):
-                masks = grammar.masks_of({}, count, runner.model.config.vocab_size)
-                refused = np.zeros((3, count), np.int32)
-                own = (
-                    (table, trail, trail) if trail.overwritten is not None else (None, trail, None)
-                )
-                given = *own, tokens, refused, masks, self._seeds, self._rule(1)
-                calls.append((programs.redraw, (outer, runner.cache, *given)))
-        return calls
 
     def first_tokens(self, *, masked: bool = False) -> _Call:
         lanes, fresh = self._lanes, self._lanes > 0
