@@ -9,8 +9,9 @@ drawn again under a mask. Other lanes do not notice:
     device | steps 1-8 | steps 9-16 | draw 3 again: lane 5  | steps 17-24; lane 5 runs steps 4-11
     host               | check 1-8: lane 5 refuses 3, mask  | check 9-16, but not of lane 5 | ...
 
-One program is in flight without a check, also between two chunks, while the engine records results,
-sends text and admits requests. `CheckedSteps.settle` ends that, where the engine needs all results.
+Up to two programs are in flight unchecked, also between two chunks, while the engine records
+results, sends text and admits requests. `CheckedSteps.settle` checks them, where the engine needs
+all results.
 
 To take steps back, a program keeps the state of each row after each step, and what the slots held
 that its steps may overwrite (`programs.Trail`).
@@ -19,9 +20,10 @@ A token that was drawn freely and is allowed, else one drawn among the allowed o
 like one drawn among the allowed ones. With top-k, top-p or min-p the first draw filters the whole
 vocabulary, and the second one the allowed tokens.
 
-Programs have one step while more than a few tokens are refused, and under a policy whose window is
-shorter than their steps. The check comes before the next step under a policy whose steps cannot be
-taken back (`Policy.can_undo`), and while most tokens are refused.
+Programs have one step while more than a few tokens are refused, and no more steps than the window
+under a policy that evicts after one (`Runner.checked_size`). The check comes before the next step
+under a policy whose steps cannot be taken back (`Policy.can_undo`), and while most tokens are
+refused.
 """
 
 import collections
@@ -122,20 +124,17 @@ class Checked(StepsInFlight):
         for each in self.programs:
             part, kept = each.result.read(), each.kept
             ran = part.ran & (np.arange(each.size)[:, None] < kept)
-            lengths = part.lengths if lengths is None else _where(ran.any(0), part.lengths, lengths)
+            took = ran.any(0)[:, None]
+            lengths = part.lengths if lengths is None else np.where(took, part.lengths, lengths)
             if part.frozen is not None:  # less after a step back; it grows with the next steps
                 found = np.where((kept < each.size)[:, None], 0, part.frozen)
-                frozen = found if frozen is None else np.where(ran.any(0)[:, None], found, frozen)
+                frozen = found if frozen is None else np.where(took, found, frozen)
             part = dataclasses.replace(part, ran=ran, lengths=None, frozen=None)
             if (redrawn := each.redrawn) is not None:
                 part, lengths = _with_redrawn(part, lengths, redrawn)
             parts.append(part)
         steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
         return dataclasses.replace(_in_order(steps), lengths=lengths, frozen=frozen), self.ended
-
-
-def _where(lanes: Bool[np.ndarray, " B"], x: Any, other: Any) -> Any:
-    return np.where(lanes[:, None], x, other)
 
 
 def _with_redrawn(

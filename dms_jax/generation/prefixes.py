@@ -325,12 +325,13 @@ class Prefixes:
         found = self._find(request, *self._readable(request))
         if found is None or found[0] not in self._on_device:
             return 0
-        lengths, frozen, pages = self._first_pages(*found)
-        changing, _ = self._changing(lengths, frozen)
-        shared = self._allocator.held_by_rows(pages) & ~changing
-        row_of = np.repeat(np.arange(lengths.size), self._allocator.pages_for(lengths).ravel())
-        counts = np.bincount(row_of[shared], minlength=lengths.size)
-        return counts.reshape(lengths.shape) * self._runner.page_size
+        part, allocator = self._part(*found), self._allocator
+        changing, _ = self._changing(part.lengths, part.frozen)
+        shared = allocator.held_by_rows(part.pages) & ~changing
+        rows = part.lengths.size
+        row_of = np.repeat(np.arange(rows), allocator.pages_for(part.lengths).ravel())
+        counts = np.bincount(row_of[shared], minlength=rows)
+        return counts.reshape(part.lengths.shape) * self._runner.page_size
 
     # -- lookup -----------------------------------------------------------------------------------
 
@@ -372,40 +373,32 @@ class Prefixes:
             return 0
         state, count = found
         if state in self._on_host and not self._load(state):
-            lengths, frozen, slots = self._first_pages(state, count)
-            if not self._write_to(lane, state, lengths, slots):
+            part = self._part(state, count)
+            if not self._write_to(lane, state, part):
                 return 0
         else:
             self._touch(state)
-            lengths, frozen, pages = self._first_pages(state, count)
-            self._copy_to(lane, state, lengths, frozen, pages)
-        self._runner.load_lane(lane, lengths, frozen, count, state.rows)
+            part = self._part(state, count)
+            self._copy_to(lane, state, part)
+        self._runner.load_lane(lane, part.lengths, part.frozen, count, state.rows)
         self._continued[lane] = count, state.ended
-        request.meter.read_before(int(lengths.sum()))
+        request.meter.read_before(int(part.lengths.sum()))
         return count
 
-    def _copy_to(
-        self,
-        lane: int,
-        state: PrefixState,
-        lengths: Int[np.ndarray, "L K"],
-        frozen: Int[np.ndarray, "L K"],
-        pages: Int[np.ndarray, " n"],
-    ) -> None:
-        """Gives a lane the first pages of a state, and copies of those that it will write to.
+    def _copy_to(self, lane: int, state: PrefixState, part: PrefixState) -> None:
+        """Gives an empty lane the pages of a state, and copies of those that it will write to.
 
         A session needs its last answer no longer once its next turn runs: if room is short, the
-        turn takes those pages, rather than other sessions lose their states to a copy.
+        turn takes these pages, too, rather than other sessions lose their states to a copy.
 
         Args:
-          lane: the lane, which is empty.
+          lane: the lane.
           state: the state.
-          lengths: the slots of each row that the lane gets.
-          frozen: those that it will not write to.
-          pages: their pages.
+          part: what the lane gets of it (`_part`).
         """
-        allocator, counts = self._allocator, self._allocator.pages_for(lengths)
-        changing, copied = self._changing(lengths, frozen)
+        allocator, pages = self._allocator, part.pages
+        counts = allocator.pages_for(part.lengths)
+        changing, copied = self._changing(part.lengths, part.frozen)
         last_of_session = state.ended and not state.node.is_awaited
         spared = not last_of_session or self._has_spare(copied)
         if spared and allocator.can_take(copied, besides=state.pages):
@@ -413,7 +406,7 @@ class Prefixes:
             allocator.give(lane, counts, np.where(changing, allocator.no_page, pages))
             self._pinned = None
             if changing.any():
-                own = allocator.pages_of(lane, lengths)
+                own = allocator.pages_of(lane, part.lengths)
                 self._runner.copy_pages(pages[changing], own[changing])
             return
         self._move_to_host(state)
@@ -437,28 +430,21 @@ class Prefixes:
         pages = np.concatenate([_NONE, *(each.pages for each in replaced)])
         return self._allocator.has_spare(counts, pages)
 
-    def _write_to(
-        self,
-        lane: int,
-        state: PrefixState,
-        lengths: Int[np.ndarray, "L K"],
-        slots: Int[np.ndarray, " n"],
-    ) -> bool:
+    def _write_to(self, lane: int, state: PrefixState, part: PrefixState) -> bool:
         """Copies a state from host memory to a lane; False if the pool has no room for it.
 
         Args:
           lane: the lane, which is empty.
           state: the state; the pool has no room for another copy of it.
-          lengths: the slots of each row to copy.
-          slots: their pages in host memory.
+          part: what the lane gets of it (`_part`).
         """
-        allocator, counts = self._allocator, self._allocator.pages_for(lengths)
+        allocator, counts = self._allocator, self._allocator.pages_for(part.lengths)
         if not allocator.can_take(counts, besides=_NONE):
             return False
         del self._on_host[state]  # so that making room does not drop it
         allocator.give(lane, counts, np.full(counts.sum(), allocator.no_page, np.int32))
         self._on_host[state] = None
-        self._write(slots, allocator.pages_of(lane, lengths))
+        self._write(part.pages, allocator.pages_of(lane, part.lengths))
         return True
 
     def _write(self, slots: Int[np.ndarray, " n"], pages: Int[np.ndarray, " n"]) -> None:
@@ -467,15 +453,14 @@ class Prefixes:
         for targets, block in self._host.read(slots, pages):
             self._runner.write_pages(targets, block)
 
-    def _first_pages(
-        self, state: PrefixState, count: int
-    ) -> tuple[Int[np.ndarray, "L K"], Int[np.ndarray, "L K"], Int[np.ndarray, " n"]]:
-        """Returns `lengths`, `frozen` and `pages` of a state, or of its first `count` tokens."""
-        lengths, frozen = state.lengths, state.frozen
-        if self._runner.appends:
-            lengths = frozen = np.full_like(lengths, count)
+    def _part(self, state: PrefixState, count: int) -> PrefixState:
+        """Returns the state of the first `count` tokens: all of them unless the policy appends."""
+        if not self._runner.appends:
+            return state
+        lengths = np.full_like(state.lengths, count)
         counts, held = (self._allocator.pages_for(each) for each in (lengths, state.lengths))
-        return lengths, frozen, state.pages[_firsts(counts, held)]
+        pages = state.pages[_firsts(counts, held)]
+        return dataclasses.replace(state, lengths=lengths, frozen=lengths, pages=pages)
 
     # -- states -----------------------------------------------------------------------------------
 

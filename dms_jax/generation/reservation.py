@@ -98,7 +98,7 @@ class Reservation:
         return self._lengths[:, lane]
 
     def frozen_of(self, lane: int) -> Int[np.ndarray, "L K"]:
-        """Returns how many of each row's first slots are never written again, as far as known."""
+        """Returns the leading slots of each row that no later token overwrites, or fewer."""
         lengths = self.lengths_of(lane)
         appends = self.policy.appends and self._windows is None
         return lengths if appends else self._frozen[:, lane]
@@ -192,7 +192,7 @@ class Reservation:
     def set_lengths_of(
         self, lane: int, lengths: Int[np.ndarray, "L K"], frozen: Int[np.ndarray, "L K"]
     ) -> None:
-        """Sets the lengths of a lane for which nothing is in flight; see `frozen_of`."""
+        """Sets the slots in use, and those that are frozen, of a lane with no program in flight."""
         self._lengths[:, lane], self._frozen[:, lane] = lengths, frozen
 
     def release_lanes(self, lanes: list[int]) -> None:

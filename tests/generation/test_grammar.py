@@ -33,6 +33,7 @@ from dms_jax.generation.grammar import (
 from dms_jax.generation.in_flight import InFlight
 from dms_jax.generation.requests import NotNumbersError, make_request
 from dms_jax.generation.sampling import LanesFilter, sample
+from dms_jax.model.caching import init_cache
 from dms_jax.model.language_model import GenerationDefaults
 from dms_jax.policies.values import CacheShape
 from tests.generation.schedules import serve_at_random
@@ -142,7 +143,7 @@ def test_tokens_drawn_again_follow_the_masked_distribution():
     model = types.SimpleNamespace(unembed=lambda hidden: hidden)
     redraw = jax.jit(functools.partial(inspect.unwrap(programs.redraw), model))
     trail = programs.Trail(everything[None], positions[None])
-    cache = programs.Steps(None, None, None, None, lengths=jnp.zeros((1, rows, 1), jnp.int32))
+    cache = init_cache(stories().config, dms_jax.Vanilla(), num_sequences=rows, num_pages=1)
     _, _, tokens = redraw(
         cache,
         None,
