@@ -9,9 +9,9 @@ drawn again under a mask. Other lanes do not notice:
     device | steps 1-8 | steps 9-16 | draw 3 again: lane 5  | steps 17-24; lane 5 runs steps 4-11
     host               | check 1-8: lane 5 refuses 3, mask  | check 9-16, but not of lane 5 | ...
 
-Up to two programs are in flight unchecked, also between two chunks, while the engine records
-results, sends text and admits requests. `CheckedSteps.settle` checks them, where the engine needs
-all results.
+While a program is checked, the next one runs, also between two chunks: the engine records results,
+sends text and admits requests meanwhile. `CheckedSteps.settle` checks that program too, where the
+engine needs all results.
 
 To take steps back, a program keeps the state of each row after each step, and what the slots held
 that its steps may overwrite (`programs.Trail`).
@@ -209,7 +209,7 @@ class CheckedSteps:
         most: int,
         meanwhile: Iterator[None],
     ) -> None:
-        """Launches up to `num_steps` steps; the last two programs may be in flight afterwards.
+        """Launches up to `num_steps` steps; the last program may be in flight afterwards.
 
         Args:
           running: lane -> its request.
@@ -244,6 +244,7 @@ class CheckedSteps:
                 if not self._going.any():
                     return
                 self._launch(self._going, size)
+                self._resolve(1, meanwhile)
                 left -= size
 
     def settle(self, tokens: Int[np.ndarray | Array, " B"]) -> None:

@@ -59,9 +59,7 @@ class Grammar:
     source: str
 
     def __post_init__(self):
-        wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(self.source)
-        if wrong:
-            raise _refused(messages[0])
+        _check_source(self.source)
 
     @classmethod
     def json_schema(cls, schema: Any) -> "Grammar":
@@ -280,6 +278,14 @@ def masks_of(
     for lane, matcher in matchers.items():
         matcher.fill(masks[lane])
     return masks
+
+
+@functools.lru_cache(maxsize=_MOST_COMPILED)
+def _check_source(source: str) -> None:
+    """Raises ConfigError unless a grammar compiles, which takes a millisecond or more."""
+    wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(source)
+    if wrong:
+        raise _refused(messages[0])
 
 
 def _refused(message: str) -> ConfigError:
