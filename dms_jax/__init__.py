@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TrainingDivergedError,
     )
     from dms_jax.evaluation import evaluate, hyperscale
-    from dms_jax.generation import Conversation, Engine, Sampling, estimate, generate, score
+    from dms_jax.generation import Engine, Sampling, estimate, generate, score
     from dms_jax.model.initialization import initialize
     from dms_jax.model.language_model import LanguageModel
     from dms_jax.policies import *  # noqa: F403
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         "CapacityError",
         "CheckpointError",
         "ConfigError",
-        "Conversation",
         "DataError",
         "Device",
         "DmsJaxError",
@@ -79,7 +78,7 @@ _PLACES = {
         OutOfMemoryError TrainingDivergedError
     """,
     "evaluation": "evaluate hyperscale",
-    "generation": "Conversation Engine Sampling estimate generate score",
+    "generation": "Engine Sampling estimate generate score",
     "model.initialization": "initialize",
     "model.language_model": "LanguageModel",
     "sharding": "make_mesh",

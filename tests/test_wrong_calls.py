@@ -166,13 +166,6 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
     def engine(error: str, *says: str, given: Any = model, **options) -> Case:
         return Case(lambda: dms_jax.Engine(given, **options), error, says)
 
-    def say(*says: str, prompt: Any, error: str = "DataError", **options) -> Case:
-        def call():
-            conversation = dms_jax.Conversation(model, max_tokens=64)
-            conversation.say(prompt, **options)
-
-        return Case(call, error, says)
-
     def score(*says: str, sequences: Any, error: str = "DataError", given=model, **options) -> Case:
         return Case(lambda: dms_jax.score(given, sequences, **options), error, says)
 
@@ -180,10 +173,6 @@ def engine_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "engine model": engine("ConfigError", "dms_jax.load", given=3),
         "engine lanes": engine("ConfigError", "num_lanes must be", num_lanes=0),
         "engine max_tokens": engine("ConfigError", "max_tokens must be", max_tokens=0),
-        "conversation model": Case(
-            lambda: dms_jax.Conversation("path"), "ConfigError", ("dms_jax.load",)
-        ),
-        "say too much": say("600 tokens", "512 positions", prompt=[1] * 600),
         "score nothing": score("the list of sequences is empty", sequences=[]),
         "score one token": score("Sequence 1 has one token", sequences=[[1, 2], [3]]),
         "score model": score("dms_jax.load", sequences=[[1, 2]], given=None, error="ConfigError"),

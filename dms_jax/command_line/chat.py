@@ -1,4 +1,4 @@
-"""Talk with a model whose turns share one small cache: nothing of the past is recomputed.
+"""Talk with a model that keeps the conversation in a small cache.
 
     dms-jax chat
     dms-jax chat --model reasoner-11m-dms --temperature 0.7
@@ -9,8 +9,11 @@ Ctrl-C ends an answer. A checkpoint with a chat template gets messages; others c
 text.
 
 Thoughts before an answer (<think>, the channels of gpt-oss) are dimmed on a terminal and omitted
-elsewhere. Chat templates drop thoughts of earlier turns, so after a thought the next turn prefills
-the conversation again.
+elsewhere.
+
+A turn prefills only what follows the longest cached prefix of the conversation
+(`dms_jax.generation.prefixes`). It prefills more after a thought, which chat templates drop from
+earlier turns, and under policies that cut prompts, such as SnapKV; on a mesh, everything.
 """
 
 import dataclasses
@@ -23,16 +26,16 @@ import dms_jax
 from dms_jax.checks import Count, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import AnswerWriter
-from dms_jax.generation import Completion, Update
+from dms_jax.generation import Completion, Engine, Update
 from dms_jax.generation.answer_readers import PLAIN, AnswerForm
 from dms_jax.generation.answers import Answer, answer_form, with_shown_markers
-from dms_jax.generation.requests import Prompt
+from dms_jax.generation.requests import Prompt, encode_prompt
 from dms_jax.training.display import short
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Generating):
-    """Talk with a model whose turns share one small cache."""
+    """Talk with a model that keeps the conversation in a small cache."""
 
     system: str | None = None
     """System prompt; needs a chat template."""
@@ -58,7 +61,9 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
     templated = getattr(model.tokenizer, "chat_template", None) is not None
     if templated:
         model = with_shown_markers(model)
-    talk = dms_jax.Conversation(model, policy, max_tokens=max_tokens, **cache)
+    prefixes = None if model.mesh is not None else 0
+    cache |= dict(num_lanes=1, max_tokens=max_tokens, prefix_cache=prefixes)
+    engine = Engine(model, policy, **cache)
     if config.system is not None and not templated:
         raise dms_jax.ConfigError("--system: the checkpoint has no chat template.")
     console.print(
@@ -68,17 +73,18 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
         markup=False,
     )
     messages = [] if config.system is None else [{"role": "system", "content": config.system}]
-    turns: list[Completion] = []
+    tokens, turns = list[int](), list[Completion]()
     for line in typed(console) if lines is None else lines:
         if not line:
             break
-        prompt, form = line, PLAIN
         if templated:
             messages.append({"role": "user", "content": line})
             form = answer_form(model.tokenizer, model.tokenizer.apply_chat_template(messages))
-            prompt = messages[-1:] if talk.turns else list(messages)
+            prompt = list(messages)
+        else:
+            prompt, form = [*tokens, *encode_prompt(model, line, continuing=bool(tokens))], PLAIN
         seed = config.seed + len(turns)
-        completion = answer(console, talk, prompt, form, dataclasses.replace(sampling, seed=seed))
+        completion = answer(console, engine, prompt, form, dataclasses.replace(sampling, seed=seed))
         if completion is None:
             del messages[-1:]
             continue
@@ -87,14 +93,14 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
             read = Answer.of(form, completion.text)
             thought = {"reasoning_content": read.thought} if read.thought else {}
             messages.append({"role": "assistant", "content": read.text, **thought})
-            if read.text != completion.text:  # the template writes the answer differently
-                talk.clear()
+        else:
+            tokens = [*prompt, *completion.tokens]
     return turns
 
 
 def answer(
     console: Console,
-    talk: dms_jax.Conversation,
+    engine: Engine,
     prompt: Prompt,
     form: AnswerForm,
     sampling: dms_jax.Sampling,
@@ -110,7 +116,7 @@ def answer(
         writer.write(update.text, last=update.finished)
 
     try:
-        completion = talk.say(prompt, sampling=sampling, on_tokens=show)
+        (completion,) = engine.generate([prompt], sampling=sampling, on_tokens=show)
     except KeyboardInterrupt:
         console.print("\nCut off; the conversation is as it was before.", style="dim")
         return None

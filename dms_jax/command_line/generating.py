@@ -91,7 +91,7 @@ class Generating(Devices):
         return dms_jax.Sampling(**{name: getattr(self, name) for name in names} | more)
 
     def cache(self) -> dict[str, Any]:
-        """Returns the cache's keyword arguments of `generate`, `Conversation` and `Service`.
+        """Returns the cache's keyword arguments of `generate`, `Engine` and `Service`.
 
         Raises:
           ConfigError: an argument is malformed; checked before a model is loaded.

@@ -1,8 +1,7 @@
-"""Generation: sampling, the engine, conversations, scoring, and estimates."""
+"""Generation: sampling, the engine, scoring, and estimates."""
 
 from dms_jax.devices import Device
 from dms_jax.generation.api import Generation, Score, generate, score
-from dms_jax.generation.conversation import Conversation
 from dms_jax.generation.engine import Engine, EngineKeywords, EngineOptions
 from dms_jax.generation.grammar import Grammar
 from dms_jax.generation.memory import Estimate, estimate
@@ -11,7 +10,6 @@ from dms_jax.generation.sampling import Sampling
 
 __all__ = [
     "Completion",
-    "Conversation",
     "Device",
     "Engine",
     "EngineKeywords",

@@ -12,8 +12,7 @@ Programs are prefill batches, first tokens, and chunks of decode steps; a long c
 programs. How many programs of a chunk stay in flight at the end of a turn, to be collected after
 the next launch:
 
-    a listener may cancel, or a stop string may end         none
-    a kept sequence, before the next chunk
+    a listener may cancel before the next chunk             none
     fewer than `LANES_AHEAD` lanes, which may all end       none
     requests wait for a lane, or may come at any time       the last one: lanes that ended in the
                                                             earlier ones are given away meanwhile
@@ -158,7 +157,6 @@ class Source:
         run with `incoming`. A cancellation takes effect after the programs that run.
       on_notified: called after the `on_tokens` calls of a chunk.
       on_end: called with every request that has ended, while the next programs run.
-      keep: whether sequences stay in the cache when their requests end (a conversation).
     """
 
     requests: Sequence[Request] = ()
@@ -166,7 +164,6 @@ class Source:
     on_tokens: OnTokens | None = None
     on_notified: Callable[[], None] | None = None
     on_end: Callable[[Request], None] | None = None
-    keep: bool = False
 
     @property
     def given(self) -> bool:
@@ -186,20 +183,15 @@ class Call:
         self.engine, self.source, self.runner = engine, source, engine.runner
         self._given, self._is_open = source.given, source.incoming is not None
         self.runner.prefixes.closed = not self._is_open
-        # A stop string may end a kept sequence, which must not grow beyond it.
-        by_step = source.keep and any(each.sampling.stop_strings for each in source.requests)
-        self._num_steps = 1 if by_step else engine.chunk
         # Whether the updates of a chunk are sent before the next launch: a listener may cancel.
-        self._waits = not self._is_open and (by_step or source.on_tokens is not None)
+        self._waits = not self._is_open and source.on_tokens is not None
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
         self.in_flight = InFlight(self.runner, end_tokens)
         tracker = TextTracker(tokenizer, end_tokens)
         self._notifier = Notifier(tracker, source.on_tokens, source.on_notified, source.on_end)
         self._prefill = PrefillQueue(engine.shapes, takes_turns=self._is_open)
-        self.scheduler = Scheduler(
-            engine.admission, self._prefill, self._notifier, source.requests, keep=source.keep
-        )
+        self.scheduler = Scheduler(engine.admission, self._prefill, self._notifier, source.requests)
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:
@@ -240,7 +232,7 @@ class Call:
 
     def compile_first(self, compiled: set[Hashable]) -> None:
         """Compiles the first programs of a closed list, unless `compiled` has their key."""
-        num_steps, requests = self._num_steps, self.source.requests
+        num_steps, requests = self.engine.chunk, self.source.requests
         longest = max((len(each.prompt) for each in requests), default=0)
         self.runner.reservation.expect(longest + num_steps)
         if requests:
@@ -359,7 +351,7 @@ class Call:
     def _decode(self) -> None:
         """Launches a chunk of steps; collects the last chunk, and what may not stay in flight."""
         scheduler, in_flight = self.scheduler, self.in_flight
-        reservation, num_steps = self.runner.reservation, self._num_steps
+        reservation, num_steps = self.runner.reservation, self.engine.chunk
         if self._is_open and self._prefill.has_tokens:
             num_steps = min(num_steps, self.engine.steps_between_prompts)
         extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)

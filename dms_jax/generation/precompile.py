@@ -47,7 +47,7 @@ def compile_first(
     """Compiles the first programs of a closed list: prefill, first tokens, and steps.
 
     If requests wait for a lane, that includes the prefill of the few prompts that follow when lanes
-    end. Compiles nothing if a request continues a conversation.
+    end.
 
     Args:
       runner: the runner that will launch them.
@@ -58,8 +58,6 @@ def compile_first(
       end_tokens: token ids that end an answer.
       compiled: keys of earlier calls; the key of this one is added.
     """
-    if any(request.seen for request in requests):
-        return
     num_lanes = runner.num_lanes
     # Equal prompts are prefilled once; chains mostly share one list object.
     first = {(each.adapter, id(each.prompt)): each for each in requests[:num_lanes]}
@@ -68,13 +66,13 @@ def compile_first(
 
     # The parts of each prompt, split where prefixes are cached: tokens in one pass, and the rest.
     parts = [part for each in unique.values() for part in _parts(runner, each)]
-    shared = len(parts) > len(unique)
+    shared = len(parts) > len(unique) or any(start for start, *_ in parts)
     if refilled := refilled or shared:
         parts = {part for each in requests for part in _parts(runner, each)}
     policy = runner.policy
     whole, rest = [], []
     for start, end, most in parts:
-        ends = tokens_in_one_pass(policy, seen=0, prompt=end, max_length=most)
+        ends = tokens_in_one_pass(policy, prompt=end, max_length=most)
         whole.append(min(max(ends, start), end) - start)
         rest.append(end - start - whole[-1])
     batches = [
@@ -113,8 +111,9 @@ def compile_first(
 
 def _parts(runner: Runner, request: Request) -> list[tuple[int, int, int]]:
     """Returns the parts in which a prompt is prefilled: start, end, and its longest length."""
-    stops = runner.prefixes.stops(request, 0, runner.num_lanes)
-    stops = (0, *stops, len(request.prompt))
+    start = runner.prefixes.cached(request)
+    stops = runner.prefixes.stops(request, start, runner.num_lanes)
+    stops = (start, *stops, len(request.prompt))
     return [(*part, request.max_length) for part in itertools.pairwise(stops)]
 
 
@@ -143,7 +142,7 @@ def compile_all(
     num_lanes = runner.num_lanes
     calls = _Calls(runner, LanesFilter(num_lanes).of({}))
     policy, most = runner.policy, runner.max_tokens
-    whole = tokens_in_one_pass(policy, seen=0, prompt=most, max_length=most)
+    whole = tokens_in_one_pass(policy, prompt=most, max_length=most)
     # After a one-pass prompt any number of answer tokens may be recomputed.
     rest = {"always": 0, "prompts": most, "never": most - whole}[policy.parallel]
     every = _programs(runner, shapes.one_pass.every(whole) | shapes.one_by_one.every(rest))

@@ -255,22 +255,21 @@ _NARROWEST = 16
 _LAUNCH = 40_000_000_000
 
 
-def tokens_in_one_pass(policy: Policy, *, seen: int, prompt: int, max_length: int) -> int:
-    """Returns the number of next tokens of a sequence that attend in one pass.
+def tokens_in_one_pass(policy: Policy, *, prompt: int, max_length: int) -> int:
+    """Returns the number of first tokens of a sequence that attend in one pass.
 
     Tokens after its prompt count too if the policy treats them in the same way.
 
     Args:
       policy: the policy of the cache.
-      seen: tokens that the cache has seen of the sequence.
-      prompt: tokens of the prompt that comes next.
+      prompt: tokens of its prompt.
       max_length: length that the sequence can reach.
     """
     if policy.parallel == "always":
         return max_length
     if policy.parallel == "prompts":
         return prompt
-    return max(0, policy.kept_whole(max_length) - seen)
+    return policy.kept_whole(max_length)
 
 
 def cuts_prompts(policy: Policy, shape: Shape | Shapes) -> bool:
@@ -488,8 +487,8 @@ def prompt_key(policy: Policy, shard: int, request: Request, tokens: Sequence[in
       policy: the policy of the cache.
       shard: the part of the pages that the lane uses (`PageAllocator.shard_of`).
       request: the request.
-      tokens: its prompt, with the tokens before it.
+      tokens: its prompt, perhaps with the answer that it had.
     """
     limited = policy.for_length(1) is not policy
     longest = request.max_length if limited else None
-    return request.priority, request.adapter, request.base, shard, longest, tuple(tokens)
+    return request.priority, request.adapter, shard, longest, tuple(tokens)

@@ -10,8 +10,7 @@ Which states are exact. A state may be continued if it depends only on its token
 and answers (Vanilla, DMS, DMC, StreamingLLM, KVzap, TOVA and H2O token by token); within the prompt
 for policies that treat answers differently (Quest, KCache); and before the end of the prompt for
 policies that cut it there (SnapKV and similar policies, TOVA and H2O with dense prompts), or after
-it if the budget was not reached. A cut sequence is never continued here: a `Conversation` does
-that, turn by turn.
+it if the budget was not reached. A cut sequence is never continued.
 
 How states are stored. Sequences and states share the pages that no continuation writes to
 (`Policy.frozen_slots`), and have their own copies of the others. DMS and other policies of delayed
@@ -231,10 +230,8 @@ class Prefixes:
     # -- what requests have in common -------------------------------------------------------------
 
     def serves(self, request: "Request") -> bool:
-        """Whether a request can use prefixes: not if it continues a conversation."""
-        if self._on_mesh or not (self.keeps or self.closed):
-            return False
-        return bool(request.prompt) and not request.seen and request.base is None
+        """Whether a request can use prefixes."""
+        return bool(request.prompt) and not self._on_mesh and (self.keeps or self.closed)
 
     def note(self, request: "Request") -> None:
         """Adds the prompt of a queued request to the tree."""
@@ -317,6 +314,11 @@ class Prefixes:
         whole = {self._round_to_pages(min(each, most)) for each in parts}
         least = start + self._runner.page_size  # less is not worth a separate program
         return tuple(sorted(each for each in whole if each >= least))
+
+    def cached(self, request: "Request") -> int:
+        """Returns the number of tokens of a request's longest cached prefix."""
+        found = self._find(request, *self._readable(request)) if self.serves(request) else None
+        return 0 if found is None else found[1]
 
     def shared_slots(self, request: "Request") -> "Int[np.ndarray, 'L K'] | int":
         """Returns the slots of each row in pages that a request would share with running ones."""

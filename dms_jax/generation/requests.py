@@ -86,17 +86,14 @@ class Request:
 
     Attributes:
       index: index of the prompt in the call.
-      prompt: token ids of the prompt; a later turn of a conversation begins with the last token of
-        the answer before it, which is not cached yet.
+      prompt: token ids of the prompt.
       seed: seed of its random draws.
       copy: number of equal prompts before it in the call; each copy draws differently.
       max_new_tokens: the most tokens that it may generate.
       meter: counts its use of the cache.
-      max_length: length that the sequence can reach: past, prompt and longest answer.
+      max_length: length that the sequence can reach: prompt and longest answer.
       sampling: how its tokens are drawn and when it ends.
       adapter: name of its adapter; None for the plain model.
-      seen: tokens of a conversation's earlier turns, which are cached.
-      base: the lane that holds those turns, if it must not change; the request continues a copy.
       priority: lower numbers are admitted first and preempted last; equal ones in order of arrival.
       state: its state.
       given: the whole answer, if it is given and only scored, not drawn.
@@ -124,8 +121,6 @@ class Request:
     meter: Meter
     sampling: Sampling
     adapter: str | None = None
-    seen: int = 0
-    base: int | None = None
     priority: int = 0
     given: list[int] | None = None
     matcher: Matcher | OpeningMatcher | None = None
@@ -180,28 +175,10 @@ class Request:
         return live, reads
 
 
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """The part of a conversation that a request continues.
-
-    Attributes:
-      before: its tokens that are not cached yet: the last one of its last answer.
-      seen, base: see `Request`.
-    """
-
-    before: tuple[int, ...] = ()
-    seen: int = 0
-    base: int | None = None
-
-
-NOTHING = Past()
-
-
 def make_requests(
     config: ModelConfig,
     prompts: Sequence[list[int]],
     sampling: Sampling,
-    past: Past = NOTHING,
     adapters: Sequence[str | None] | None = None,
     *,
     priority: int = 0,
@@ -227,15 +204,14 @@ def make_requests(
     for index, (tokens, seed, adapter) in enumerate(each):
         equal = seed, number_of[id(tokens)], adapter
         which: dict[str, Any] = dict(index=index, seed=seed, copy=copies[equal], adapter=adapter)
-        which |= dict(past=past, priority=priority)
-        requests.append(make_request(config, tokens, sampling, **which))
+        requests.append(make_request(config, tokens, sampling, priority=priority, **which))
         copies[equal] += 1
-    _warn_of_positions(config, requests, sampling, past)
+    _warn_of_positions(config, requests, sampling)
     return requests
 
 
 def _warn_of_positions(
-    config: ModelConfig, requests: Sequence[Request], sampling: Sampling, past: Past
+    config: ModelConfig, requests: Sequence[Request], sampling: Sampling
 ) -> None:
     """Warns if answers end before `max_new_tokens` because the model has no more positions."""
     short = [each for each in requests if each.max_new_tokens < sampling.max_new_tokens]
@@ -244,8 +220,8 @@ def _warn_of_positions(
         warnings.warn(
             f"max_new_tokens={sampling.max_new_tokens:,} is more than the model's "
             f"{config.max_position_embeddings:,} positions leave: {len(short)} of {len(requests)} "
-            f"answers end earlier, that to prompt {first.index} of "
-            f"{len(first.prompt) - len(past.before):,} tokens after {first.max_new_tokens:,}.",
+            f"answers end earlier, that to prompt {first.index} of {len(first.prompt):,} tokens "
+            f"after {first.max_new_tokens:,}.",
             skip_file_prefixes=(PACKAGE,),
         )
 
@@ -259,7 +235,6 @@ def make_request(
     seed: int = 0,
     copy: int = 0,
     adapter: str | None = None,
-    past: Past = NOTHING,
     priority: int = 0,
 ) -> Request:
     """Builds a request; see `Request` for its arguments.
@@ -268,33 +243,23 @@ def make_request(
       DataError: the prompt leaves no position for an answer.
     """
     positions = config.max_position_embeddings
-    held = past.seen + len(past.before)
-    room = positions - held - len(prompt)
+    room = positions - len(prompt)
     if room < 1:
-        what = f"Prompt {index} has {len(prompt)} tokens"
-        if held:
-            what = f"The conversation has {held} tokens and the new prompt {len(prompt)}"
         raise DataError(
-            f"{what}, which leaves no room for an answer in the model's {positions} positions. "
-            + (
-                f"Shorten it to at most {positions - held - 1} tokens."
-                if held < positions - 1
-                else "Start a new conversation."
-            )
+            f"Prompt {index} has {len(prompt)} tokens, which leaves no room for an answer in the "
+            f"model's {positions} positions. Shorten it to at most {positions - 1} tokens."
         )
     max_new_tokens = min(sampling.max_new_tokens, room)
     return Request(
         index=index,
-        prompt=[*past.before, *prompt] if past.before else prompt,
+        prompt=prompt,
         seed=seed,
         copy=copy,
         max_new_tokens=max_new_tokens,
-        max_length=held + len(prompt) + max_new_tokens,
+        max_length=len(prompt) + max_new_tokens,
         meter=Meter(rows=config.num_layers * config.num_kv_heads),
         sampling=sampling,
         adapter=adapter,
-        seen=past.seen,
-        base=past.base,
         priority=priority,
     )
 
@@ -383,7 +348,7 @@ def record_usage(request: Request, *, cached: int, live: int, **held: int) -> No
     """
     meter = dataclasses.replace(request.meter)
     meter.add(*request.totals())
-    seen = request.seen + len(request.prompt) + len(request.generated) - 1
+    seen = len(request.prompt) + len(request.generated) - 1
     if not request.generated:  # cancelled, perhaps in the middle of its prompt
         seen = cached
     if cached == seen:  # nothing came after a stop string

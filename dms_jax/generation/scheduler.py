@@ -72,8 +72,7 @@ class Admission:
             if request is None:
                 return
             alone = np.zeros(self.runner.reservation.lengths.shape, np.int64)
-            lane = next(lane for lane in range(alone.shape[1]) if lane != request.base)
-            alone[:, lane] = slots(request) + self._continued(request)
+            alone[:, 0] = slots(request)
             if not self.runner.reservation.fits(alone, prompt=True):
                 raise self.too_small(request, what)
 
@@ -116,10 +115,7 @@ class Admission:
     def place(self, request: Request, taken: Container[int], extra: np.ndarray) -> int | None:
         """Returns a free lane in which the next chunks of a request fit; sets `extra` to them."""
         needed = self._unshared_slots(request)
-        shard_of = self.runner.reservation.allocator.shard_of
         for lane in self._open_lanes(taken):
-            if request.base is not None and shard_of(lane) != shard_of(request.base):
-                continue
             extra[:, lane] = needed
             if self.runner.reservation.fits(extra, prompt=True):
                 return lane
@@ -150,7 +146,7 @@ class Admission:
           done: tokens that were launched.
           left: tokens to launch until its prompt, or its answer, ends.
         """
-        rest = self._needed(request) - self._continued(request) - done
+        rest = self._needed(request) - done
         following = min(self.chunk, request.remaining), min(self.prefill_chunk, left)
         return np.maximum(rest, max(following))
 
@@ -159,7 +155,7 @@ class Admission:
         runner = self.runner
         pages = runner.reservation.allocator.pages_per_shard
         rows = runner.model.config.num_layers * runner.model.config.num_kv_heads
-        tokens = request.seen + len(request.prompt) + len(request.generated)
+        tokens = len(request.prompt) + len(request.generated)
         # A pool has no more pages than its lanes need for sequences of the length it is made for.
         beyond = request.max_length > runner.max_tokens
         more = f"a larger `max_tokens` (it is {runner.max_tokens}), more" if beyond else "more"
@@ -201,17 +197,11 @@ class Admission:
         prompt = self._prompt_slots(request)
         if not self.runner.reservation.shrinks:
             prompt += min(self.chunk, request.remaining)
-        needed = self._continued(request) + max(self._first_slots(request), prompt)
+        needed = max(self._first_slots(request), prompt)
         if request.slots is None:
             return needed
         resumed = request.slots + min(self.chunk, request.remaining)
         return np.maximum(needed, self.runner.reservation.limited(resumed, request.slots))
-
-    def _continued(self, request: Request) -> Slots:
-        """Returns the slots of each row of the sequence that a request continues in a copy."""
-        if request.base is None:
-            return 0
-        return self.runner.reservation.lengths[:, request.base]
 
     def _first_slots(self, request: Request) -> int:
         first = min(len(request.prompt), self.prefill_chunk)
@@ -249,7 +239,6 @@ class Scheduler:
       prefill: the queue of lanes in prefill.
       notifier: sends updates of requests.
       requests: the requests that wait at the start.
-      keep: whether sequences stay in the cache when their requests end.
 
     Attributes:
       waiting: requests without a lane, in order of admission.
@@ -264,8 +253,6 @@ class Scheduler:
         prefill: PrefillQueue,
         notifier: Notifier,
         requests: Sequence[Request],
-        *,
-        keep: bool,
     ):
         self.admission, self.prefill, self.notifier = admission, prefill, notifier
         self.runner = admission.runner
@@ -273,10 +260,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.cancelled: set[int] = set()
         self.held_back = False
-        self._bases = {each.base for each in requests if each.base is not None}
         self._uncopied: dict[int, np.ndarray] = {}  # lane -> slots of a prompt; see `fork`
         self._left: dict[int, Request] = {}  # index -> a waiting request that has left a lane
-        self._keep = keep
         for request in requests:
             self._note(request)
 
@@ -313,7 +298,7 @@ class Scheduler:
           CapacityError: the first one does not fit, and nothing runs.
         """
         self.held_back = False
-        taken = self.running.keys() | self._bases
+        taken = set(self.running)
         free = self.runner.num_lanes - len(taken)
         if not (self.waiting and free):
             return
@@ -378,16 +363,11 @@ class Scheduler:
         return self.admission.rest(request, item.done, item.left)
 
     def _start(self, started: Mapping[int, Request]) -> None:
-        """Assigns lanes to newly admitted requests, and copies their bases."""
-        continued: dict[int, int] = {}  # lane -> the lane whose sequence its prompt continues
+        """Assigns lanes to newly admitted requests."""
         for lane, request in started.items():
             if (item := self.prefill.items[lane]).source == lane:
                 item.stops = self.runner.prefixes.stops(request, item.done, lane=lane)
-                if request.base is not None:
-                    continued[lane] = request.base
         self.runner.assign(started)
-        if continued:
-            self.runner.fork(continued)
 
     def _prefill_of(self, request: Request, lane: int) -> Prefill:
         """Returns the `Prefill` of a request; a preempted one recomputes its answer so far.
@@ -404,9 +384,7 @@ class Scheduler:
             answer = request.generated[:-1]
         else:
             prompt = prompt + request.generated[:-1]
-        whole = tokens_in_one_pass(
-            policy, seen=request.seen, prompt=len(prompt), max_length=request.max_length
-        )
+        whole = tokens_in_one_pass(policy, prompt=len(prompt), max_length=request.max_length)
         return Prefill(request, prompt, answer, whole, key, splits=not self.runner.appends)
 
     def take_prefixes(self, lanes: Iterable[int], collect: Callable[[], None]) -> None:
@@ -502,7 +480,7 @@ class Scheduler:
         for lane in ended:
             del self.running[lane]
         self.prefill.drop_departed(self.running)
-        if ended and not self._keep:
+        if ended:
             self.runner.prefixes.keep(ended)
             self.runner.clear(list(ended))
         self._finish_waiting(cancelled)

@@ -190,8 +190,7 @@ class Policy(Options):
 
         If so, continuing the sequence equals prefilling all its tokens as a new prompt. True if
         tokens of prompts and answers are treated in the same way; otherwise within the prompt
-        before the cut at its end, and after that as long as nothing can have been evicted. A cut
-        sequence continues like a turn of a conversation, which differs from prefilling it again.
+        before the cut at its end, and after that as long as nothing can have been evicted.
 
         Args:
           seen: tokens of the sequence so far.

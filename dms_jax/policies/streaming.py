@@ -12,11 +12,11 @@ of a pass. The kept tokens are the same.
 
 With a budget in tokens the lifetime of every key is known in advance, so delayed eviction applies,
 and a prompt runs in one pass in which each token sees only its window and the sinks. With a
-compression ratio the budget differs between sequences, and between turns of a conversation. Then a
-prompt gets full attention and is cut to the sinks and the most recent tokens at its end, as in the
-authors' code and in kvpress, and each token of an answer takes the slot of the oldest token that is
-not a sink. With `prefill="evict_past_budget"` prompt tokens beyond the budget do so too, one by
-one, and so see only the window and the sinks.
+compression ratio the budget differs between sequences. Then a prompt gets full attention and is cut
+to the sinks and the most recent tokens at its end, as in the authors' code and in kvpress, and each
+token of an answer takes the slot of the oldest token that is not a sink. With
+`prefill="evict_past_budget"` prompt tokens beyond the budget do so too, one by one, and so see only
+the window and the sinks.
 """
 
 import dataclasses

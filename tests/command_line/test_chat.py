@@ -1,57 +1,78 @@
-"""`dms-jax chat`: turns share a cache, text is streamed, errors and interrupts lose nothing."""
+"""`dms-jax chat`: turns continue cached prefixes, text is streamed, interrupts lose nothing."""
 
 import dataclasses
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import pytest
 
 import dms_jax
 from dms_jax import command_line
-from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import chat
-from dms_jax.generation import Completion
+from dms_jax.generation import Engine
 from tests.support.forced_answers import ANSWERS, SAID, THOUGHT, saying, thinking_model
 
 QUICK = chat.Config(temperature=0.0, max_new_tokens=8, page_size=16, chunk=8)
 
 
+class Talk(Engine):
+    """An engine that says given texts, and keeps what it was asked."""
+
+    texts, asked = (), []
+
+    def generate(self, prompts, *, sampling, on_tokens):
+        (prompt,), model = prompts, self.model
+        self.asked.append((prompt, sampling.seed))
+        text = self.texts[(len(self.asked) - 1) % len(self.texts)]
+        if text is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        sampling = saying(model, text, sampling)
+        return super().generate(prompts, sampling=sampling, on_tokens=on_tokens)
+
+
+@pytest.fixture
+def talk(monkeypatch):
+    """Returns a function that chats with a thinking model, and what its engine was asked."""
+
+    def chats(form: str, texts: Sequence[Any], lines: list[str], **options) -> Any:
+        asked = []
+        monkeypatch.setattr(chat.Config, "load", lambda self: thinking_model(form))
+        monkeypatch.setattr(chat, "Engine", type("Said", (Talk,), dict(texts=texts, asked=asked)))
+        return chat.main(dataclasses.replace(QUICK, **options), lines), asked
+
+    return chats
+
+
 @pytest.mark.usefixtures("fakes")
-def test_turns_share_one_cache_and_are_streamed(stories, monkeypatch, capsys):
+def test_turns_continue_cached_prefixes_and_are_streamed(stories, monkeypatch, capsys):
     monkeypatch.setattr(chat.Config, "load", lambda self: stories)
-    config = dataclasses.replace(QUICK, policy="TOVA", options=("budget=12",))
+    config = dataclasses.replace(
+        QUICK, policy="RandomEviction", options=("window=8",), max_new_tokens=30
+    )
     first, second = chat.main(config, ["Once upon a time", " One day", "", "never said"])
-    talk = dms_jax.Conversation(stories, dms_jax.TOVA(budget=12), page_size=16, chunk=8)
-    sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=8)
-    assert first.text == talk.say("Once upon a time", sampling=sampling).text
-    assert second.text == talk.say(" One day", sampling=sampling).text
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == first.usage.prompt_tokens + len(first.tokens) - 1
+    engine = Engine(stories, dms_jax.RandomEviction(window=8), page_size=16, chunk=8)
+    tokens = [*stories.tokenizer.encode("Once upon a time"), *first.tokens]
+    tokens += stories.tokenizer.encode(" One day", add_special_tokens=False)
+    sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=30)
+    (alone,) = engine.generate([tokens], sampling=sampling)
+    assert second.tokens == alone.tokens
     shown = " ".join(capsys.readouterr().out.split())
-    assert "stories260k with TOVA(budget=12). An empty line or Ctrl-D ends" in shown
+    assert "stories260k with RandomEviction(window=8). An empty line or Ctrl-D ends" in shown
     for turn in (first, second):
         assert " ".join(turn.text.split()) in shown
         assert f"{turn.usage.live_tokens:,.0f} live tokens" in shown
 
 
-def test_template_formats_messages(monkeypatch):
-    said = []
-    nothing = Usage(**{field.name: field.type(0) for field in dataclasses.fields(Usage)})
-
-    class Talk(dms_jax.Conversation):
-        turns = ()
-
-        def __init__(self, *args, **more):
-            self.turns = []
-
-        def say(self, prompt, *, sampling, on_tokens):
-            said.append((prompt, sampling.seed))
-            self.turns.append(Completion("Hi", [], None, "end", nothing))
-            return self.turns[-1]
-
-    monkeypatch.setattr(chat.Config, "load", lambda self: thinking_model("plain"))
-    monkeypatch.setattr(dms_jax, "Conversation", Talk)
-    chat.main(dataclasses.replace(QUICK, system="Be brief.", seed=5), ["Hello", "Again"])
-    user = [{"role": "user", "content": text} for text in ("Hello", "Again")]
-    assert said == [([{"role": "system", "content": "Be brief."}, user[0]], 5), ([user[1]], 6)]
+@pytest.mark.usefixtures("fakes")
+def test_template_formats_messages(talk):
+    _, asked = talk("plain", ["Hi"], ["Hello", "Again"], system="Be brief.", seed=5)
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    second = [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Again"}]
+    assert asked == [(first, 5), (first + second, 6)]
 
 
 @pytest.mark.usefixtures("fakes")
@@ -88,23 +109,11 @@ def test_wrong_settings_are_refused_before_a_line_is_read(wrong, stories, monkey
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("form", ["channels", "thinks"])
-def test_reasoning_is_shown_then_dropped(form, monkeypatch, capsys):
-    model = thinking_model(form)
-    read, texts = [], iter([ANSWERS[form], ANSWERS[form].replace("4", "6"), "No."])
-
-    class Talk(dms_jax.Conversation):
-        def say(self, prompt, *, sampling, on_tokens):
-            sampling = saying(model, next(texts), sampling)
-            completion = super().say(prompt, sampling=sampling, on_tokens=on_tokens)
-            seen = [token for turn in self._history.past for token in turn.tokens]
-            read.append(model.tokenizer.decode(seen, skip_special_tokens=False))
-            return completion
-
-    monkeypatch.setattr(chat.Config, "load", lambda self: model)
-    monkeypatch.setattr(dms_jax, "Conversation", Talk)
+def test_reasoning_is_shown_then_dropped(form, talk, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    config = dataclasses.replace(QUICK, system="Be brief.")
-    assert len(chat.main(config, ["One?", "Two?", "Three?"])) == 3
+    texts = [ANSWERS[form], ANSWERS[form].replace("4", "6"), "No."]
+    turns, asked = talk(form, texts, ["One?", "Two?", "Three?"], system="Be brief.")
+    assert len(turns) == 3
     shown = capsys.readouterr().out
     dim, end = "\x1b[2m", "\x1b[0m"
     plain = re.sub(r"\x1b\[\d+m", "", shown)
@@ -116,31 +125,20 @@ def test_reasoning_is_shown_then_dropped(form, monkeypatch, capsys):
     assert "channel" not in shown
     assert "think" not in shown
 
-    # The model reads the conversation in its template, then the answer.
-    messages = [{"role": "system", "content": "Be brief."}]
-    for line, number, answer in zip(("One?", "Two?", "Three?"), "46 ", read, strict=True):
-        messages.append({"role": "user", "content": line})
-        written = model.tokenizer.apply_chat_template(messages)
-        assert answer.startswith(written)
-        assert written.count(THOUGHT[-5:]) == 0
-        messages.append({"role": "assistant", "content": SAID.replace("4", number)})
+    # The model reads the conversation in its template, without thoughts.
+    model, (last, _) = thinking_model(form), asked[-1]
+    assert [each["content"] for each in last] == [
+        *("Be brief.", "One?", SAID, "Two?", SAID.replace("4", "6"), "Three?")
+    ]
+    assert THOUGHT[-5:] not in model.tokenizer.apply_chat_template(last)
 
 
 @pytest.mark.usefixtures("fakes")
-def test_an_interrupted_turn_is_forgotten(monkeypatch):
-    model, said = thinking_model("channels"), []
-
-    class Talk(dms_jax.Conversation):
-        def say(self, prompt, *, sampling, on_tokens):
-            said.append([message["content"] for message in prompt])
-            if prompt[-1]["content"] == "Two?":
-                raise KeyboardInterrupt
-            sampling = saying(model, ANSWERS["channels"], sampling)
-            return super().say(prompt, sampling=sampling, on_tokens=on_tokens)
-
-    monkeypatch.setattr(chat.Config, "load", lambda self: model)
-    monkeypatch.setattr(dms_jax, "Conversation", Talk)
-    assert len(chat.main(QUICK, ["One?", "Two?", "Three?"])) == 2
+def test_an_interrupted_turn_is_forgotten(talk):
+    texts = [ANSWERS["channels"], KeyboardInterrupt, ANSWERS["channels"]]
+    turns, asked = talk("channels", texts, ["One?", "Two?", "Three?"])
+    assert len(turns) == 2
+    said = [[message["content"] for message in prompt] for prompt, _ in asked]
     assert said == [["One?"], ["One?", SAID, "Two?"], ["One?", SAID, "Three?"]]
 
 

@@ -32,9 +32,7 @@ READS = {
         **(dict(top=budget) if budget else dict(compression_ratio=compression_ratio)),
     ),
 }
-# Programs of a batch of two, of a conversation with a branch, and of both with any budgets.
 BOTH = SHARED | dict(num_lanes=2, max_tokens=128)
-TURNS = SHARED | dict(branches=1, max_tokens=128)
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 every_share = pytest.mark.parametrize("kind", (KINDS | READS).values(), ids=KINDS | READS)
 
@@ -64,28 +62,6 @@ def test_budget_is_share_of_request(kind):
         assert completion.usage.kv_reads == alone.usage.kv_reads
         assert completion.usage.peak_tokens == alone.usage.peak_tokens
     assert len({completion.usage.live_tokens for completion in together}) == 2
-
-
-@pytest.mark.nightly
-@every_share
-def test_recomputed_conversation_keeps_budgets(kind):
-    def converse(interrupted):
-        chat = dms_jax.Conversation(stories(), kind(compression_ratio=2), **TURNS)
-        chat.say(PROMPTS[0], sampling=SAMPLING)
-        if interrupted:
-            with pytest.raises(RuntimeError):
-                chat.say(PROMPTS[1], sampling=SAMPLING, on_tokens=fail)
-        return chat.say(PROMPTS[1], sampling=SAMPLING)
-
-    def fail(update):
-        raise RuntimeError
-
-    plain, again = converse(False), converse(True)
-    assert plain.tokens == again.tokens
-    chex.assert_trees_all_close(
-        np.array(plain.logprobs), np.array(again.logprobs), rtol=1e-7, atol=1e-4
-    )
-    assert plain.usage.live_tokens == again.usage.live_tokens
 
 
 def test_share_over_windowed_policy_is_refused():

@@ -177,7 +177,6 @@ SHORT = dataclasses.replace(GREEDY, max_new_tokens=9)
 GIVEN = np.asarray(prompts([8, 8]))
 RUNNING = {  # all functions that run sequences through the cache
     "generate": lambda model: dms_jax.generate(model, prompts([5])),
-    "conversation": lambda model: dms_jax.Conversation(model).say(prompts([5])[0]),
     "warm": lambda model: Engine(model, num_lanes=1, max_tokens=64).warm(),
     "score": lambda model: dms_jax.score(model, prompts([5])),
     "logits": lambda model: model.logits(GIVEN),

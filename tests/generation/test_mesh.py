@@ -11,7 +11,7 @@ from dms_jax import assets
 from dms_jax.generation import Engine
 from dms_jax.generation.programs import Program
 from dms_jax.model.language_model import GenerationDefaults
-from tests.generation.support import GREEDY, MECHANISMS, SHAPE, engine_for, model_for, prompts
+from tests.generation.support import GREEDY, MECHANISMS, SHAPE, engine_for, prompts
 from tests.support.instances import further
 
 
@@ -59,23 +59,3 @@ def test_answers_do_not_depend_on_mesh(name, sizes, lanes, shards, monkeypatch):
         [c.usage.kv_reads for c in expected]
     )
     assert engine.runner.reservation.allocator.pages_in_use == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("branches", [1, 3])
-def test_questions_stay_on_devices_of_their_conversation(branches):
-    """The lanes divide over two devices, but copies stay on one, so lanes must not be split."""
-    model = model_for("vanilla", ends=False)
-    mesh = dms_jax.load(assets.path("stories260k"), mesh=dms_jax.make_mesh(2, 2))
-    mesh = dataclasses.replace(mesh, policy=model.policy, generation=model.generation)
-    options = dict(branches=branches, max_tokens=64, page_size=16, chunk=8, prefill_chunk=8)
-    context, *questions = prompts([17, 4, 5, 6])
-
-    def asked(model):
-        conversation, updates = dms_jax.Conversation(model, **options), []
-        conversation.read(context)
-        answers = conversation.ask(questions, sampling=GREEDY, on_tokens=updates.append)
-        assert [update.index for update in updates[:branches]] == list(range(branches))
-        return [answer.tokens for answer in answers]
-
-    assert asked(mesh) == asked(model)

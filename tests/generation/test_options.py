@@ -25,7 +25,7 @@ def test_keyword_types_match_option_fields():
 
 @pytest.mark.parametrize(
     "call",
-    [Engine, dms_jax.Conversation, dms_jax.generate, dms_jax.score],
+    [Engine, dms_jax.generate, dms_jax.score],
     ids=lambda f: f.__name__,
 )
 def test_help_shows_the_options_with_their_defaults(call):
@@ -47,11 +47,10 @@ def test_engine_keeps_its_options():
     "call",
     [
         lambda model, **options: Engine(model, **options),
-        lambda model, **options: dms_jax.Conversation(model, **options),
         lambda model, **options: dms_jax.generate(model, [[1]], sampling=SHORT, **options),
         lambda model, **options: dms_jax.score(model, [[1, 2]], **options),
     ],
-    ids=["Engine", "Conversation", "generate", "score"],
+    ids=["Engine", "generate", "score"],
 )
 @pytest.mark.parametrize(
     ("options", "says"),

@@ -89,7 +89,7 @@ def test_quest_bounds_are_those_of_the_keys_on_each_page(width, seed, evicts):
 
 
 def test_dense_prompt_reuses_the_victims_slot():
-    """A conversation's next prompt starts in the slot of the last answer's victim."""
+    """A prompt after answers starts in the slot of the last answer's victim."""
     policy = TOVA(budget=2, per="head", prefill="dense_then_evict")
     state = PolicyState(rows=jnp.asarray([[1, NOT_STORED]], jnp.int32))
     chunk = rows_chunk(np.zeros((1, 3, 2, 2)), [2], np.zeros((1, 2, 2)), [[3, 2]], 4, first=5)
@@ -106,7 +106,7 @@ def test_dense_prompt_reuses_the_victims_slot():
 
 
 def test_ratio_window_appends_and_cuts_later_prompt():
-    """The next prompt of a conversation comes after a row with reused slots."""
+    """A prompt may come after a row with reused slots."""
     policy = StreamingLLM(compression_ratio=2, sinks=1)  # a budget of four
     old = PolicyState(pages=jnp.asarray([[0, 5, 3, 4], [9, 9, 9, 9]], jnp.int32))
     rows = dict(page_table=[[[0, 1]]], lengths=[[4]], page_size=4, first=6, max_lengths=[8])

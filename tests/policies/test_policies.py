@@ -157,7 +157,7 @@ def test_invalid_options_are_refused(policy, field, value):
         policy.__post_init__()
 
 
-PROMPT = dict(seen=0, prompt=4096, max_length=8192)
+PROMPT = dict(prompt=4096, max_length=8192)
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ MUTANTS = [
         ("tests/analysis/test_latency.py",),
     ),
     Mutant(
-        "chat: thoughts stay in the cache for the next turn",
+        "chat: the next turn does not continue the tokens of the answer",
         "dms_jax/command_line/chat.py",
-        "if read.text != completion.text:",
-        "if False:",
+        "tokens = [*prompt, *completion.tokens]",
+        "tokens = prompt",
         ("tests/command_line/test_chat.py",),
     ),
 ]

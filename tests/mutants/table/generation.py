@@ -15,7 +15,6 @@ CANCEL = "tests/generation/test_cancel.py"
 AT_RANDOM = "tests/generation/test_arrivals_at_random.py"
 READING = "tests/generation/test_prefill_queue.py"
 FAIRNESS = "tests/generation/test_fairness.py"
-TALK = "tests/generation/test_conversation.py"
 
 MUTANTS = [
     Mutant(
@@ -94,13 +93,6 @@ MUTANTS = [
         "if self.in_flight.drawn or self.in_flight.has_steps:",
         "if self.in_flight.has_steps:",
         (AT_RANDOM,),
-    ),
-    Mutant(
-        "generation: in a conversation steps are launched before a stop string is looked for",
-        FOLDER + "engine.py",
-        "(by_step or source.on_tokens is not None)",
-        "(source.on_tokens is not None)",
-        (f"{TALK}::test_stop_string_ends_turn",),
     ),
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",

@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "generation: the next steps wait until the end of an answer is told",
         FOLDER + "engine.py",
-        "(by_step or source.on_tokens is not None)",
-        "True",
+        "not self._is_open and source.on_tokens is not None",
+        "not self._is_open",
         (f"{OVERLAP}::test_ends_are_told_while_the_next_steps_run",),
     ),
     Mutant(
