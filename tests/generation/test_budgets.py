@@ -34,7 +34,6 @@ READS = {
 }
 BOTH = SHARED | dict(num_lanes=2, max_tokens=128)
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-every_share = pytest.mark.parametrize("kind", (KINDS | READS).values(), ids=KINDS | READS)
 
 
 def answers(policy, prompts):
