@@ -90,7 +90,8 @@ def generate(
 
     Equal prompts are prefilled once; their chains draw with different seeds, so they differ from
     the first token on. A prefix that several prompts share (a document, examples) is prefilled once
-    too, up to its last whole page (`dms_jax.generation.prefixes`). Answers and usage are the same
+    too, up to its last whole page (`dms_jax.generation.prefixes`). Chains of a long prompt share
+    its pages, under policies that do not overwrite them. Answers and usage are the same
     as for prompts prefilled one by one, except `Usage.prefilled_tokens` and `Usage.cached_tokens`.
 
     The random draws of a request do not depend on the rest of the batch, nor on memory, lanes or

@@ -21,10 +21,11 @@ the next launch:
 Where prefill and decoding alternate, prompts stay in flight too: the next part of a prompt and the
 next steps are launched while the device still runs the last ones.
 
-The updates of a chunk are sent after the next launch, unless a listener may cancel. Equal prompts
-that are admitted together are prefilled once, and their sequence is copied to the other lanes; a
-request whose copy does not fit into the pool returns to the queue. A request that shares a prefix
-with one in prefill waits for that, and continues from there (`prefixes`).
+The updates of a chunk are sent after the next launch, unless a listener may cancel. A request that
+shares a prefix with one in prefill waits for that, and continues from there (`prefixes`); so do
+equal prompts if they are long. Short ones that are admitted together are prefilled once, and their
+sequence is copied to the other lanes; a request whose copy does not fit into the pool returns to
+the queue.
 """
 
 import collections

@@ -25,8 +25,8 @@ copy all. When a request ends, its pages become a state without a copy.
 
 Where states are taken (as Marconi does, arXiv 2411.19379):
 
-    where known prompts diverge  a prefix that several share, at the last whole page before; or a
-                                 whole prompt if copies of it wait for a lane
+    where known prompts diverge  a prefix that several share, at the last whole page before; or near
+                                 the end of a prompt if copies of it wait
     near the end of a prompt     at its last whole page, as templates often change what follows; not
                                  if the prompt continues an answer
     at the end of an answer      the next turn of an agent begins with it
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 # launch takes time of the engine. Without a limit, a pool full of other prompts' prefixes copies
 # each of them to the host, only to drop it there for the next one.
 TO_HOST, TO_HOST_AT_ONCE = 1e9, 2.0**30
+# Equal prompts of so many pages share them; each prefills the rest, up to a page, by itself.
+_SHARED_PAGES = 8
 _NONE = np.zeros(0, np.int32)  # no pages
 
 
@@ -266,20 +268,29 @@ class Prefixes:
         tree, tokens = self._tree(request), request.prompt_array
         return {tree.insert(tokens[:each]) for each in (*stops, len(tokens))}
 
+    def shares_equal(self, request: "Request") -> bool:
+        """Whether equal prompts that wait together share the pages of one, rather than copy it.
+
+        Long ones do, unless the policy may overwrite any of their slots.
+        """
+        if len(request.prompt) < _SHARED_PAGES * self._runner.page_size:
+            return False
+        return self.serves(request) and (self._runner.appends or self._policy.parallel == "always")
+
     def waits(self, request: "Request", read_now: set[Node]) -> bool:
         """Whether a longer prefix of a request than any cached one is being prefilled.
 
-        It does not wait for an equal prompt, which is copied.
+        It does not wait for an equal prompt that is copied.
         """
         if not read_now or request.generated or not self.serves(request):
             return False
         tokens = request.prompt_array
         path, _, last = self._tree(request).walk(tokens)
-        if last.depth == len(tokens) and last in read_now:
+        equal = last.depth == len(tokens) and last in read_now
+        if equal and not self.shares_equal(request):
             return False
-        coming = max((node.depth for node in path if node in read_now), default=0)
-        if coming >= len(tokens):
-            return False
+        read = (node.depth for node in path if node in read_now)
+        coming = max((depth for depth in read if depth < len(tokens)), default=0)
         found = self._find(request, tokens, len(tokens) - 1)
         return coming >= (found[1] if found else 0) + self._runner.page_size
 
@@ -296,6 +307,8 @@ class Prefixes:
         """
         if not self.serves(request):
             return ()
+        if self.shares_equal(request):  # one of them is admitted before the others
+            admitted = min(admitted, 1)
         most = len(request.prompt) - 1
         path, _, _ = self._tree(request).walk(request.prompt_array)
         parts = {

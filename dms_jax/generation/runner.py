@@ -6,8 +6,8 @@ table of steps stays on the device, and only its changes are sent (it has 11 MB 
 8,448 tokens of Qwen2.5-1.5B). A program is launched, and collected later, while others are in
 flight.
 
-A prompt that several requests share is prefilled in one lane, whose sequence is copied to the
-lanes of the others:
+A short prompt that several requests share is prefilled in one lane, whose sequence is copied to the
+lanes of the others (chains of a long one continue a cached prefix, see `prefixes`):
 
     lane 0   | prompt -> pages, lengths, policy state, hidden state of the last token
     lane 1   |    copies of the pages, the lengths and the state; its own first token

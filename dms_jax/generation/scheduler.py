@@ -377,7 +377,8 @@ class Scheduler:
         """
         policy, prompt, answer = self.runner.policy, request.prompt, []
         key = None  # no prompt, or an answer after it: not shared
-        if prompt and len(request.generated) <= 1:
+        shares = self.runner.prefixes.shares_equal(request)
+        if prompt and len(request.generated) <= 1 and not shares:
             shard = self.runner.reservation.allocator.shard_of(lane)
             key = prompt_key(policy, shard, request, prompt)
         if policy.parallel == "prompts":

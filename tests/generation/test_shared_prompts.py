@@ -53,6 +53,31 @@ def test_equal_prompts_among_others_are_prefilled_once(name, prefilled):
     assert sum(prefilled) == sum(prefilled_of(found))
 
 
+@pytest.mark.parametrize("lanes", [3, 6])
+@pytest.mark.parametrize("name", ["keeps", "evicts"])
+def test_chains_of_a_long_prompt_share_its_pages(name, lanes, prefilled):
+    """Each prefills the rest of the prompt itself, and holds few pages of its own."""
+    engine, (prompt,), held = host_engine(name, lanes, max_tokens=256), prompts([150]), []
+    allocator = engine.runner.reservation.allocator
+
+    def pages_of(count: int) -> int:
+        held.clear()
+        requests = make_requests(engine.model.config, [prompt] * count, SAMPLED)
+        found = engine.serve(
+            Source(requests, on_tokens=lambda _: held.append(allocator.pages_in_use))
+        )
+        check(found, [prompt] * count, name)
+        assert prefilled_of(found) == [150] + [150 - 144] * (count - 1)
+        assert sum(prefilled) == sum(prefilled_of(found))
+        prefilled.clear()
+        return max(held)
+
+    rows = engine.model.config.num_layers * engine.model.config.num_kv_heads
+    alone, together = pages_of(1), pages_of(6)
+    assert together <= alone + (lanes - 1) * 2 * rows
+    assert alone > 4 * rows
+
+
 def test_other_max_lengths_share_no_prompt(monkeypatch):
     """Budgets of half of different lengths differ, so that equal prompts share nothing."""
     engine, (prompt,) = host_engine(lanes=4), prompts([20])

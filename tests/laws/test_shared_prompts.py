@@ -3,19 +3,23 @@
 The same engine serves the same requests twice: with sharing, and with a separate prefill of every
 prompt. Both run one prompt per program, so the programs are the same, and every token,
 log-probability and figure must be equal, except the number of prefilled tokens and the bytes held.
-Later chains prefill their prompt again, as without a prefix cache (see law 9).
+Later chains prefill their prompt again, as without a prefix cache (see law 9). Chains of a long
+prompt continue one prefix (see law 9, too), in other programs: there numbers are equal up to their
+rounding.
 """
 
 import dataclasses
 
+import chex
+import numpy as np
 import pytest
 
-from dms_jax.generation import Completion, Engine, Sampling, scheduler
+from dms_jax.generation import Completion, Engine, Sampling, prefixes, scheduler
 from dms_jax.generation.prefixes import Prefixes
 from dms_jax.model.language_model import LanguageModel
 from dms_jax.policies import H2O, ExpectedAttention, KVpop
 from tests.laws.rows import MODEL_ROWS, Row, model_for
-from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, engine_of
+from tests.laws.serving import ALMOST_GREEDY, PREFILL_CHUNK, TOLERANCE, engine_of
 from tests.support.instances import nightly_but
 from tests.support.models import random_tokens
 
@@ -75,3 +79,22 @@ def test_chains_of_one_prompt_equal_separate_prefills(row, monkeypatch):
         assert prefilled(found) == [19, 0, 5, 0, 5, 0, 19]
         assert engine.runner.reservation.allocator.pages_in_use == 0
     assert len({tuple(completion.tokens) for completion in expected}) == 2
+
+
+@pytest.mark.parametrize("row", nightly_but(STATES[:1], [*MODEL_ROWS, *OTHER_STATES]), **by_name)
+def test_chains_of_a_long_prompt_equal_separate_prefills(row, monkeypatch):
+    monkeypatch.setattr(prefixes, "_SHARED_PAGES", 2)
+    model = LanguageModel(model_for(row), policy=row.policy)
+    engine = engine_of(model, row, prefill_tokens=PREFILL_CHUNK)
+    found = engine.generate(PROMPTS, sampling=SAMPLED)
+    shares = row.policy.appends or row.policy.parallel == "always"
+    assert (found[1].usage.cached_tokens > 0) == (shares and 2 * row.page_size <= len(LONG))
+    monkeypatch.setattr(Prefixes, "serves", lambda self, request: False)
+    for one, other in zip(found, one_by_one(engine, PROMPTS, SAMPLED), strict=True):
+        assert one.tokens == other.tokens
+        chex.assert_trees_all_close(
+            np.array(one.logprobs), np.array(other.logprobs), atol=TOLERANCE, rtol=TOLERANCE
+        )
+        assert one.usage.kv_reads == other.usage.kv_reads
+        assert one.usage.peak_tokens == other.usage.peak_tokens
+        assert one.usage.live_tokens == other.usage.live_tokens
