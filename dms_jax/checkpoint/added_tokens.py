@@ -63,26 +63,22 @@ class DeclaredTokens:
     by_id: tuple[tuple[int, AddedToken], ...]
     defaults: frozenset[str] = frozenset()
 
-    def add_to(self, backend: tokenizers.Tokenizer, *, fixed: bool, raw: bool) -> None:
-        """Add them to a tokenizer; warn if a token gets an id that no file specifies.
+    def add_to(self, backend: tokenizers.Tokenizer) -> None:
+        """Add them to a tokenizer, whose own ids take precedence.
 
-        Args:
-            backend: the tokenizer.
-            fixed: whether its ids come from tokenizer.json and take precedence.
-            raw: whether to search for the tokens before normalization. Sentencepiece's normalizer
-                puts a space in front, and "a<|im_start|>" does not contain " <|im_start|>".
+        Warns if a token has another id than in a file, or gets one that no file specifies.
 
         Raises:
-            CheckpointError: a token's id differs from the one in a file.
+            CheckpointError: a token that the tokenizer lacks cannot get its id.
         """
         special = (*self.named.values(), *self.extra)
         names = {token.content for token in special}
         by_id = {
-            index: _changed(token, raw=raw, special=token.special or token.content in names)
+            index: _special(token) if token.content in names else token
             for index, token in self.by_id
         }
         # Look up one by one: a dictionary of a vocabulary of 150,000 takes a third of a second.
-        texts = {token.content for token in by_id.values()} if fixed else set()
+        texts = {token.content for token in by_id.values()}
         known = {text for text in texts if backend.token_to_id(text) is not None}
         held = {_key(token) for token in backend.get_added_tokens_decoder().values()}
         backend.add_tokens([token for token in by_id.values() if _key(token) not in held])
@@ -93,8 +89,7 @@ class DeclaredTokens:
         for token in special:
             found = flags.get(token.content)
             if found is None or not found.special:
-                token = _changed(token, raw=raw, special=True) if found is None else found
-                missing.setdefault(token.content, _changed(token, raw=False, special=True))
+                missing.setdefault(token.content, _special(found or token))
         unknown = [text for text in missing if backend.token_to_id(text) is None]
         backend.add_tokens(list(missing.values()))
         new = [text for text in unknown if text not in self.defaults]
@@ -201,11 +196,10 @@ def with_defaults(
     )
 
 
-def _changed(token: AddedToken, *, raw: bool, special: bool) -> AddedToken:
-    """A token with changed flags; `raw` tokens are searched for before normalization."""
+def _special(token: AddedToken) -> AddedToken:
+    """The same token, as a special one."""
     flags = {flag: getattr(token, flag) for flag in _FLAGS}
-    flags |= {"special": special, "normalized": token.normalized and not raw}
-    return AddedToken(token.content, **flags)
+    return AddedToken(token.content, **flags | {"special": True})
 
 
 def _key(token: AddedToken) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from dms_jax.checkpoint import mxfp4, names
 from dms_jax.checkpoint.adapter import ADAPTER_CONFIG, of_run
 from dms_jax.checkpoint.files import expanded, is_directory, read_json
 from dms_jax.checkpoint.policy_fields import policy_from_hf
-from dms_jax.checkpoint.tokenizer import Tokenizer
+from dms_jax.checkpoint.tokenizer import OTHER_LAYOUTS, Tokenizer
 from dms_jax.checkpoint.weights import Tensors, Weights, tensor_files
 from dms_jax.config import ModelConfig
 from dms_jax.config_checks import language_config
@@ -29,7 +29,8 @@ HOLDS = "a checkpoint directory holds config.json, *.safetensors and tokenizer.j
 _TOKENIZER = "the tokenizer"  # a source of token ids, for messages
 _WEIGHTS = (".gguf", ".safetensors")
 _PATH = ("/", "./", "../", "~")
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+# With tokenizers in other layouts, from which transformers can write a tokenizer.json.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", *OTHER_LAYOUTS]
 # Repositories often contain a second copy of the weights, in a folder or under this name.
 _NOT_HUB_FILES = [f"*/{name}" for name in _HUB_FILES if name != "*.jinja"] + ["consolidated*"]
 

@@ -1,33 +1,30 @@
 """Text to token ids and back: `Tokenizer`, read from a Hugging Face directory.
 
-`backends.py` reads the vocabulary. `tokenizer_config.json` and files beside it declare special
+`tokenizer.json` holds the vocabulary. `tokenizer_config.json` and files beside it declare special
 tokens (`added_tokens.py`), and whether a text begins with one. The chat template is in
 `tokenizer_config.json`, in `chat_template.jinja` or, for some vision models, in
 `chat_template.json`.
 """
 
+import contextlib
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
 from tokenizers import processors
 
 from dms_jax.checkpoint.added_tokens import class_of, read_declared_tokens, with_defaults
-from dms_jax.checkpoint.backends import library_errors, read_backend
-from dms_jax.checkpoint.files import (
-    expanded,
-    find,
-    read_json,
-    read_text,
-)
+from dms_jax.checkpoint.files import expanded, find, read, read_json, read_text
 from dms_jax.checks import is_whole
-from dms_jax.errors import CheckpointError, DataError, plain
+from dms_jax.errors import CheckpointError, DataError, DmsJaxError, plain
 
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _MOST_TEMPLATES = 32
+# Files of tokenizers that transformers converts into a tokenizer.json.
+OTHER_LAYOUTS = ("tokenizer.model", "merges.txt")
 _LONG = 2**16  # letters of a text that takes a tenth of a second
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # the byte fallback of sentencepiece
 # Byte-level tokens are written with one letter per byte: printable Latin-1 bytes as themselves, the
@@ -77,24 +74,22 @@ class Tokenizer:
         """Reads the tokenizer of a Hugging Face directory; None if there is none.
 
         Raises:
-            CheckpointError: the files are damaged, or of an unsupported kind.
+            CheckpointError: the files are damaged, or hold a tokenizer and no tokenizer.json.
         """
         directory = expanded(directory, "the path of a tokenizer must be a directory")
         config = read_json(directory, "tokenizer_config.json")
         config = {} if config is None else config
         with library_errors(CheckpointError, "the tokenizer's files cannot be read"):
-            backend = read_backend(directory, config)
+            backend = _read_backend(directory)
             if backend is None:
                 return None
-            fast = find(directory, "tokenizer.json") is not None
             declared = with_defaults(
                 directory, config, read_declared_tokens(directory, config), backend
             )
-            raw = not fast and find(directory, "tokenizer.model") is not None
-            declared.add_to(backend, fixed=fast, raw=raw)
+            declared.add_to(backend)
             special = {name: token.content for name, token in declared.named.items()}
-            # With a tokenizer.json, only Llama's class honours these fields.
-            if not fast or (class_of(directory, config) or "llama") == "llama":
+            # Only Llama's class honours these fields.
+            if (class_of(directory, config) or "llama") == "llama":
                 apply_sequence_ends(backend, config, special)
             backend.encode_special_tokens = config.get("split_special_tokens") is True
         extra = {
@@ -107,9 +102,6 @@ class Tokenizer:
             )
             if name in config
         }
-        if not fast:
-            # Slow classes would rebuild the tokenizer from files that we do not write.
-            extra["tokenizer_class"] = "PreTrainedTokenizerFast"
         return cls(
             backend,
             special_tokens=special,
@@ -290,6 +282,50 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
+
+
+@contextlib.contextmanager
+def library_errors(kind: type[DmsJaxError], what: str) -> Iterator[None]:
+    """Converts the exceptions of the tokenizers library into one of our errors.
+
+    The library raises plain `Exception`, and, if its Rust code panics, `PanicException`, which does
+    not derive from it.
+    """
+    try:
+        yield
+    except DmsJaxError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {plain(error, 300)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: the tokenizers library failed: {plain(error, 300)}") from error
+
+
+def _read_backend(directory: pathlib.Path) -> tokenizers.Tokenizer | None:
+    """Reads tokenizer.json; None if the directory has no tokenizer.
+
+    Raises:
+        CheckpointError: the file is damaged, or the tokenizer has another layout.
+    """
+    content = read(directory, "tokenizer.json")
+    if content is None:
+        for name in OTHER_LAYOUTS:
+            if find(directory, name) is not None:
+                place = repr(str(directory))
+                raise CheckpointError(
+                    f"{directory} has {name} but no tokenizer.json. Write one: "
+                    'python -c "from transformers import AutoTokenizer; '
+                    f'AutoTokenizer.from_pretrained({place}).save_pretrained({place})"'
+                )
+        return None
+    with library_errors(CheckpointError, "tokenizer.json cannot be read as a tokenizer"):
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    # Before encoding anything: padding to 10^18 tokens would exhaust the memory.
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
 
 
 def apply_sequence_ends(

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import dms_jax
 from dms_jax.checkpoint import load
@@ -129,7 +129,14 @@ def test_permutation_is_the_converters():
     assert permute(np.arange(8), 1).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-VOCABULARY = [*sorted(ByteLevel.alphabet()), "he", "ll", "hell", "<|end|>", "<|turn|>"]
+VOCABULARY = [
+    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+    "he",
+    "ll",
+    "hell",
+    "<|end|>",
+    "<|turn|>",
+]
 MERGES = ["h e", "l l", "he ll"]
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
 TOKENIZER = {
@@ -165,8 +172,11 @@ def wide(directory: pathlib.Path, family: str, dtype=np.float32) -> pathlib.Path
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     ids = {token: index for index, token in enumerate(VOCABULARY)}
-    (directory / "vocab.json").write_text(json.dumps(dict(list(ids.items())[:-2])))
-    (directory / "merges.txt").write_text("\n".join(MERGES) + "\n")
+    merges = [tuple(merge.split()) for merge in MERGES]
+    tokenizer = Tokenizer(models.BPE(vocab=dict([*ids.items()][:-2]), merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
     special = {ids[token]: {"content": token, "special": True} for token in VOCABULARY[-2:]}
     fields = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": special}
     fields |= {"eos_token": "<|end|>", "chat_template": TEMPLATE}

@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 
-from dms_jax.checkpoint import Tokenizer, sentencepiece
+from dms_jax.checkpoint import Tokenizer
 from dms_jax.model.language_model import GenerationDefaults
 from tests.checkpoint import test_gguf_tokenizers as gguf_tokenizers
-from tests.checkpoint.tokenizer_layouts import CHATML, GOLDEN
+from tests.checkpoint.tokenizer_layouts import CHATML
 
 TURNS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "[PAD]", "<b>"]
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -91,22 +91,18 @@ def test_token_made_by_merges_is_text(tmp_path):
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_pieces_of_sentencepiece(typed, tmp_path):
-    model = sentencepiece.parse((GOLDEN / "mistral" / "tokenizer.model").read_bytes())
-    entries = {
-        "model": "llama",
-        "tokens": [*model.pieces, "<|im_start|>", "<|im_end|>"],
-        "scores": [*model.scores, -1000.0, -1000.0],
-        "token_type": [*map(int, model.types), NORMAL, NORMAL],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "chat_template": CHATML,
-    }
+    entries = gguf_tokenizers.sentencepiece("mistral")
+    size = len(entries["tokens"])
+    entries["tokens"] += ["<|im_start|>", "<|im_end|>"]
+    entries["scores"] += [-1000.0, -1000.0]
+    entries["token_type"] += [NORMAL, NORMAL]
+    entries |= {"bos_token_id": 1, "eos_token_id": 2, "chat_template": CHATML}
     if not typed:
         del entries["token_type"]
     with pytest.warns(UserWarning, match=r"'<\|im_start\|>', '<\|im_end\|>'"):
         tokenizer, defaults = read(tmp_path, **entries)
     ids = tokenizer.encode(TEXT)
-    assert ids[:2] == [1, len(model.pieces)]
-    assert ids[-1] == len(model.pieces) + 1
-    assert defaults.eos_token_ids == (2, len(model.pieces) + 1)
+    assert ids[:2] == [1, size]
+    assert ids[-1] == size + 1
+    assert defaults.eos_token_ids == (2, size + 1)
     assert tokenizer.decode(tokenizer.encode("\u00e9 \u6f22", False)) == "\u00e9 \u6f22"  # by bytes

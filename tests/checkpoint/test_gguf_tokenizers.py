@@ -8,8 +8,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dms_jax.checkpoint import Tokenizer, sentencepiece
+from dms_jax.checkpoint import Tokenizer
 from dms_jax.checkpoint.gguf import GgufFiles, read_tokenizer
+from dms_jax.checkpoint.gguf.backends import PieceType
 from dms_jax.errors import CheckpointError
 from tests.checkpoint.gguf_files import write
 from tests.checkpoint.test_gguf import TEMPLATE, TOKENIZER, VOCABULARY
@@ -29,21 +30,24 @@ def read(path: pathlib.Path, **entries):
 
 
 def byte_level(kind: str) -> dict:
-    """A vocabulary of vocab.json and merges.txt as GGUF holds it."""
-    vocabulary = json.loads((GOLDEN / kind / "vocab.json").read_text())
-    config = json.loads((GOLDEN / kind / "tokenizer_config.json").read_text())
-    tokens = {index: token for token, index in vocabulary.items()}
-    added = {int(i): t["content"] for i, t in config.get("added_tokens_decoder", {}).items()}
-    tokens |= added
+    """A golden vocabulary of bytes as GGUF holds it."""
+    model = json.loads((GOLDEN / kind / "tokenizer.json").read_text())["model"]
+    tokens = {index: token for token, index in model["vocab"].items()}
     size = max(tokens) + 1
-    lines = (GOLDEN / kind / "merges.txt").read_text().split("\n")
     return {
         "model": "gpt2",
         "pre": {"qwen2": "qwen2", "gpt2": "gpt-2"}[kind],
         "tokens": [tokens.get(index, f"[PAD{index}]") for index in range(size)],
-        "token_type": [3 if i in added else 1 if i in tokens else 5 for i in range(size)],
-        "merges": [line for line in lines if line and not line.startswith("#version")],
+        "token_type": [1 if index in tokens else 5 for index in range(size)],
+        "merges": [" ".join(pair) for pair in model["merges"]],
     }
+
+
+def sentencepiece(kind: str) -> dict:
+    """A golden sentencepiece model as GGUF holds it."""
+    model = json.loads((GOLDEN / kind / "pieces.json").read_text())
+    tokens, scores, types = map(list, zip(*model.pop("pieces"), strict=True))
+    return model | {"model": "llama", "tokens": tokens, "scores": scores, "token_type": types}
 
 
 @pytest.mark.nightly
@@ -58,37 +62,24 @@ def test_byte_level_ids_are_those_of_llama_cpp(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mistral", "stories260k", "gemma"])
 def test_sentencepiece_ids_are_those_of_the_reference(kind, tmp_path):
-    model = sentencepiece.parse((GOLDEN / kind / "tokenizer.model").read_bytes())
-    tokenizer, defaults = read(
-        tmp_path,
-        model="llama",
-        tokens=list(model.pieces),
-        scores=list(model.scores),
-        token_type=[int(kind) for kind in model.types],
-        remove_extra_whitespaces=model.remove_extra_whitespaces,
-        add_space_prefix=model.add_dummy_prefix,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    entries = sentencepiece(kind)
+    tokenizer, defaults = read(tmp_path, **entries, bos_token_id=1, eos_token_id=2)
     assert tokenizer is not None
     for text, ids in expected(kind):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
     assert tokenizer.encode("a")[0] == 1
-    turn = (model.pieces.index("<end_of_turn>"),) if kind == "gemma" else ()
+    turn = (entries["tokens"].index("<end_of_turn>"),) if kind == "gemma" else ()
     assert (defaults.bos_token_id, defaults.eos_token_ids) == (1, (2, *turn))
 
 
 def test_unknown_token_typed_as_control(tmp_path):
     """As in files of Gemma."""
-    model = sentencepiece.parse((GOLDEN / "stories260k" / "tokenizer.model").read_bytes())
-    types = [int(kind) for kind in model.types]
-    types[model.unknown_id] = int(sentencepiece.PieceType.CONTROL)
-    entries = dict(model="llama", tokens=list(model.pieces), scores=list(model.scores))
+    entries = sentencepiece("stories260k")
+    unknown = entries["token_type"].index(PieceType.UNKNOWN)
+    entries["token_type"][unknown] = int(PieceType.CONTROL)
     with pytest.raises(CheckpointError, match="of the type for unknown text"):
-        read(tmp_path, **entries, token_type=types)
-    tokenizer, _ = read(
-        tmp_path, **entries, token_type=types, unknown_token_id=model.unknown_id, bos_token_id=1
-    )
+        read(tmp_path, **entries)
+    tokenizer, _ = read(tmp_path, **entries, unknown_token_id=unknown, bos_token_id=1)
     assert tokenizer is not None
     text, ids = expected("stories260k")[0]
     assert tokenizer.encode(text, add_special_tokens=False) == ids

@@ -1,4 +1,4 @@
-"""Tokenizers in their three forms, against the ids that other programs give."""
+"""Tokenizers of Hugging Face directories."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from dms_jax.checkpoint import tokenizer as tokenizer_module
 from dms_jax.errors import CheckpointError, DataError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
-KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram", "gemma"]
+KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "gemma"]
 CHATML = (
     "{% for message in messages %}\n"
     "    {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
@@ -28,26 +28,22 @@ def expected(kind: str) -> list:
 
 @pytest.fixture
 def stories(tmp_path) -> pathlib.Path:
-    """A directory with the sentencepiece model of stories260K, to be changed."""
-    shutil.copy(GOLDEN / "stories260k" / "tokenizer.model", tmp_path)
+    """A directory with the tokenizer of stories260K, to be changed."""
+    shutil.copy(GOLDEN / "stories260k" / "tokenizer.json", tmp_path)
+    write_config(tmp_path)
     return tmp_path
 
 
 def write_config(directory: pathlib.Path, **fields) -> None:
+    fields = {"tokenizer_class": "LlamaTokenizer"} | fields
     (directory / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_reference(kind):
+def test_ids_of_the_reference_and_back(kind):
     tokenizer = Tokenizer.from_directory(GOLDEN / kind)
     for text, ids in expected(kind):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "stories260k", "gemma"])
-def test_text_round_trip(kind):
-    tokenizer = Tokenizer.from_directory(GOLDEN / kind)
-    for text, ids in expected(kind):
         # stories260K's tokenizer merges runs of spaces, so they cannot come back.
         if kind == "gemma" and "\u2581" in text:  # which it takes for a space
             text = text.replace("\u2581", " ")
@@ -133,9 +129,6 @@ def test_no_tokenizer_at_all(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
-        ("tokenizer.model", b"not a model at all", "not a sentencepiece model"),
-        ("tokenizer.model", b"", "not a sentencepiece model"),
-        ("tokenizer.model", None, "not a sentencepiece model"),  # cut short
         ("tokenizer_config.json", b"[1]", "not a JSON object"),
         ("tokenizer_config.json", b"\xff\xfe", "cannot be read as JSON"),
         ("tokenizer_config.json", b'{"eos_token": 3}', "eos_token must be a text"),
@@ -144,20 +137,19 @@ def test_no_tokenizer_at_all(tmp_path):
     ],
 )
 def test_damaged_file_is_named(stories, name, content, message):
-    file = stories / name
-    file.write_bytes(file.read_bytes()[:-40] if content is None else content)
+    (stories / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.from_directory(stories)
 
 
-def test_vocabulary_of_unknown_class_is_refused(tmp_path):
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(GOLDEN / "gpt2" / name, tmp_path)
-    with pytest.raises(CheckpointError, match="are not served"):
+@pytest.mark.parametrize("name", ["tokenizer.model", "merges.txt"])
+def test_tokenizer_in_another_layout_is_refused(name, tmp_path):
+    (tmp_path / name).touch()
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"has {name} but no tokenizer.json.*Write one: py"):
         Tokenizer.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    qwen = Tokenizer.from_directory(tmp_path)
-    assert len(qwen.encode("123")) == 3  # Qwen takes digits one by one
+    shutil.copy(GOLDEN / "gpt2" / "tokenizer.json", tmp_path)
+    assert Tokenizer.from_directory(tmp_path) is not None
 
 
 def test_chat_template(stories):

@@ -7,7 +7,6 @@ directories and records what transformers reads.
 
 import json
 import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ def ends(tokens: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
 
 def vocabulary(kind: str) -> dict[str, int]:
     """A byte vocabulary with consecutive ids."""
-    ids = json.loads((GOLDEN / kind / "vocab.json").read_text())
+    ids = _golden(kind)["model"]["vocab"]
     return {text: place for place, text in enumerate(sorted(ids, key=ids.__getitem__))}
 
 
@@ -66,39 +65,15 @@ def size(kind: str) -> int:
 
 
 def fast(kind: str, added: Sequence[tuple[int, str]] = (), **parts: Any) -> dict[str, Any]:
-    """A tokenizer.json made of vocab.json and merges.txt, with special tokens."""
-    lines = (GOLDEN / kind / "merges.txt").read_text().split("\n")
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index} | entry(text) for index, text in added],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "post_processor": None,
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": vocabulary(kind),
-            "merges": [line for line in lines if line and not line.startswith("#version")],
-        },
-    } | parts
+    """A tokenizer.json with consecutive ids and these special tokens."""
+    found = _golden(kind)
+    found["model"]["vocab"] = vocabulary(kind)
+    found["added_tokens"] = [{"id": index} | entry(text) for index, text in added]
+    return found | parts
+
+
+def _golden(kind: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / kind / "tokenizer.json").read_text())
 
 
 def _after(kind: str, *texts: str) -> list[tuple[int, str]]:
@@ -115,209 +90,109 @@ _DEEPSEEK = _after("gpt2", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5c
 _SMOL = [(index, text) for index, (_, text) in enumerate(_QWEN[:3])]
 _MISTRAL_PIECES = 817
 
-# Name: (files copied from a golden vocabulary, files written as JSON or text).
-TABLE: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "gpt2 of 2019": (
-        ["gpt2/vocab.json", "gpt2/merges.txt"],
-        {"config.json": {"model_type": "gpt2"}},
-    ),
-    "qwen2.5 without tokenizer.json": (
-        ["qwen2/vocab.json", "qwen2/merges.txt"],
-        {
-            "tokenizer_config.json": _decoder(_QWEN)
-            | {
-                "tokenizer_class": "Qwen2Tokenizer",
-                "add_bos_token": False,
-                "add_prefix_space": False,
-                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "bos_token": None,
-                "eos_token": "<|im_end|>",
-                "pad_token": "<|endoftext|>",
-                "unk_token": None,
-                "split_special_tokens": False,
-                "chat_template": CHATML,
-            }
+# Name: the files, as JSON or text.
+TABLE: dict[str, dict[str, Any]] = {
+    "qwen1.5: turns in added_tokens.json": {
+        "tokenizer.json": fast("qwen2"),
+        "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None},
+        "added_tokens.json": {text: index for index, text in _QWEN[:3]},
+        "special_tokens_map.json": {
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
         },
-    ),
-    "qwen1.5 as it is saved by the slow class": (
-        ["qwen2/vocab.json", "qwen2/merges.txt"],
-        {
-            "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None},
-            "added_tokens.json": {text: index for index, text in _QWEN[:3]},
-            "special_tokens_map.json": {
-                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "eos_token": "<|endoftext|>",
-                "pad_token": "<|endoftext|>",
-            },
+    },
+    "vicuna: a padding token of its own": {
+        "tokenizer.json": _golden("mistral"),
+        "tokenizer_config.json": {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "bos_token": token("<s>"),
+            "eos_token": token("</s>"),
+            "unk_token": token("<unk>"),
+            "legacy": True,
         },
-    ),
-    "openhermes: mistral with turns": (
-        ["mistral/tokenizer.model"],
-        {
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": "<s>",
-                "eos_token": "<|im_end|>",
-                "unk_token": "<unk>",
-                "legacy": True,
-                "chat_template": CHATML,
-            },
-            "added_tokens.json": {
-                "<|im_end|>": _MISTRAL_PIECES,
-                "<|im_start|>": _MISTRAL_PIECES + 1,
-            },
-            "special_tokens_map.json": {
-                "bos_token": "<s>",
-                "eos_token": "<|im_end|>",
-                "unk_token": "<unk>",
-            },
+        "added_tokens.json": {"<pad>": _MISTRAL_PIECES},
+        "special_tokens_map.json": {"pad_token": "<pad>"},
+    },
+    "llama 3": {
+        "tokenizer.json": fast("gpt2", _LLAMA3, post_processor=begins(_LLAMA3[0][1], size("gpt2"))),
+        "tokenizer_config.json": _decoder(_LLAMA3)
+        | {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
+            "chat_template": "{{ bos_token }}{{ messages[0].content }}<|eot_id|>",
         },
-    ),
-    "llama 2 before added_tokens_decoder": (
-        ["mistral/tokenizer.model"],
-        {
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": token("<s>", normalized=True),
-                "eos_token": token("</s>", normalized=True),
-                "unk_token": token("<unk>", normalized=True),
-                "pad_token": None,
-                "legacy": True,
-            },
-            "special_tokens_map.json": {
-                name: {k: v for k, v in token(text, normalized=True).items() if k != "__type"}
-                for name, text in (
-                    ("bos_token", "<s>"),
-                    ("eos_token", "</s>"),
-                    ("unk_token", "<unk>"),
-                )
-            },
+        "special_tokens_map.json": {
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
         },
-    ),
-    "vicuna: a padding token of its own": (
-        ["mistral/tokenizer.model"],
-        {
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "bos_token": token("<s>"),
-                "eos_token": token("</s>"),
-                "unk_token": token("<unk>"),
-                "legacy": True,
-            },
-            "added_tokens.json": {"<pad>": _MISTRAL_PIECES},
-            "special_tokens_map.json": {"pad_token": "<pad>"},
+    },
+    "deepseek's distilled qwen": {
+        "tokenizer.json": fast(
+            "gpt2", _DEEPSEEK, post_processor=begins(_DEEPSEEK[0][1], size("gpt2"))
+        ),
+        "tokenizer_config.json": {
+            "tokenizer_class": "LlamaTokenizerFast",
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "bos_token": token(_DEEPSEEK[0][1], normalized=True),
+            "eos_token": token(_DEEPSEEK[1][1], normalized=True),
+            "pad_token": token(_DEEPSEEK[1][1], normalized=True),
+            "unk_token": None,
+            "legacy": True,
         },
-    ),
-    "llama 3": (
-        [],
-        {
-            "tokenizer.json": fast(
-                "gpt2", _LLAMA3, post_processor=begins(_LLAMA3[0][1], size("gpt2"))
-            ),
-            "tokenizer_config.json": _decoder(_LLAMA3)
-            | {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<|begin_of_text|>",
-                "eos_token": "<|eot_id|>",
-                "chat_template": "{{ bos_token }}{{ messages[0].content }}<|eot_id|>",
-            },
-            "special_tokens_map.json": {
-                "bos_token": "<|begin_of_text|>",
-                "eos_token": "<|eot_id|>",
-            },
+    },
+    "a fine-tune whose turns are in the config alone": {
+        "tokenizer.json": fast("gpt2", _LLAMA3[:2]),
+        "tokenizer_config.json": _decoder(_LLAMA3)
+        | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>"},
+    },
+    "saved by transformers 5": {
+        "tokenizer.json": fast("qwen2", _QWEN),
+        "tokenizer_config.json": {
+            "backend": "tokenizers",
+            "tokenizer_class": "TokenizersBackend",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "is_local": True,
         },
-    ),
-    "deepseek's distilled qwen": (
-        [],
-        {
-            "tokenizer.json": fast(
-                "gpt2", _DEEPSEEK, post_processor=begins(_DEEPSEEK[0][1], size("gpt2"))
-            ),
-            "tokenizer_config.json": {
-                "tokenizer_class": "LlamaTokenizerFast",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": token(_DEEPSEEK[0][1], normalized=True),
-                "eos_token": token(_DEEPSEEK[1][1], normalized=True),
-                "pad_token": token(_DEEPSEEK[1][1], normalized=True),
-                "unk_token": None,
-                "legacy": True,
-            },
+        "chat_template.jinja": CHATML,
+    },
+    "smollm2": {
+        "tokenizer.json": fast("gpt2", _after("gpt2", *(text for _, text in _SMOL))),
+        "tokenizer_config.json": _decoder(_after("gpt2", *(text for _, text in _SMOL)))
+        | {
+            "tokenizer_class": "GPT2Tokenizer",
+            "add_prefix_space": False,
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "bos_token": "<|im_start|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|im_end|>",
+            "unk_token": "<|endoftext|>",
+            "chat_template": CHATML,
         },
-    ),
-    "a fine-tune whose turns are in the config alone": (
-        [],
-        {
-            "tokenizer.json": fast("gpt2", _LLAMA3[:2]),
-            "tokenizer_config.json": _decoder(_LLAMA3)
-            | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>"},
-        },
-    ),
-    "saved by transformers 5": (
-        [],
-        {
-            "tokenizer.json": fast("qwen2", _QWEN),
-            "tokenizer_config.json": {
-                "backend": "tokenizers",
-                "tokenizer_class": "TokenizersBackend",
-                "eos_token": "<|im_end|>",
-                "pad_token": "<|endoftext|>",
-                "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "is_local": True,
-            },
-            "chat_template.jinja": CHATML,
-        },
-    ),
-    "smollm2": (
-        [],
-        {
-            "tokenizer.json": fast("gpt2", _after("gpt2", *(text for _, text in _SMOL))),
-            "tokenizer_config.json": _decoder(_after("gpt2", *(text for _, text in _SMOL)))
-            | {
-                "tokenizer_class": "GPT2Tokenizer",
-                "add_prefix_space": False,
-                "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-                "bos_token": "<|im_start|>",
-                "eos_token": "<|im_end|>",
-                "pad_token": "<|im_end|>",
-                "unk_token": "<|endoftext|>",
-                "chat_template": CHATML,
-            },
-        },
-    ),
-    "an embedding model: texts end in a token": (
-        [],
-        {
-            "tokenizer.json": fast(
-                "qwen2", _QWEN, post_processor=ends({"back": ("<|endoftext|>", _QWEN[0][0])})
-            ),
-            "tokenizer_config.json": _decoder(_QWEN)
-            | {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"},
-        },
-    ),
-    "no tokenizer_config.json": (
-        [],
-        {"tokenizer.json": fast("qwen2", _QWEN), "config.json": {"model_type": "qwen2"}},
-    ),
+    },
+    "an embedding model: texts end in a token": {
+        "tokenizer.json": fast(
+            "qwen2", _QWEN, post_processor=ends({"back": ("<|endoftext|>", _QWEN[0][0])})
+        ),
+        "tokenizer_config.json": _decoder(_QWEN)
+        | {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"},
+    },
+    "no tokenizer_config.json": {
+        "tokenizer.json": fast("qwen2", _QWEN),
+        "config.json": {"model_type": "qwen2"},
+    },
 }
 
 
-def write(directory: pathlib.Path, copied: list[str], written: Mapping[str, Any]) -> None:
+def write(directory: pathlib.Path, written: Mapping[str, Any]) -> None:
     """Write the files of a layout."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in copied:
-        kind, file = name.split("/")
-        if file == "vocab.json":
-            (directory / file).write_text(json.dumps(vocabulary(kind)), encoding="utf-8")
-        else:
-            shutil.copy(GOLDEN / name, directory)
     for name, content in written.items():
-        (directory / name).parent.mkdir(exist_ok=True)
         text = content if isinstance(content, str) else json.dumps(content)
         (directory / name).write_text(text, encoding="utf-8")
 

@@ -13,7 +13,7 @@ from dms_jax.generation.sampling import Sampling
 from dms_jax.generation.text import TextTracker
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
-KINDS = ["qwen2", "gpt2", "mistral", "stories260k", "unigram"]
+KINDS = ["qwen2", "gpt2", "mistral", "stories260k"]
 END = 2
 
 

@@ -2,8 +2,8 @@
 
     python tests/golden/make_layouts.py NAME.json
 
-Needs transformers (no PyTorch), sentencepiece and protobuf. Versions 4 and 5 differ in places, so
-the file is made with each: `layouts_4.json` (4.57) and `layouts_5.json` (5.24).
+Needs transformers, without PyTorch. Versions 4 and 5 differ in places, so the file is made with
+each: `layouts_4.json` (4.57) and `layouts_5.json` (5.24).
 """
 
 import contextlib
@@ -27,10 +27,7 @@ HERE = pathlib.Path(__file__).parent / "tokenizers"
 
 def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
     """What transformers makes of a directory."""
-    # sentencepiece, which only version 4 runs, is the reference for sentencepiece models.
-    pieces = (directory / "tokenizer.model").exists()
-    kind = transformers.LlamaTokenizer if pieces else transformers.AutoTokenizer
-    tokenizer = kind.from_pretrained(str(directory))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory))
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -48,7 +45,7 @@ def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
         },
         "begins": prompt,
         "ids": ids,
-        "decoded": None if pieces else tokenizer.decode(ids[-1], skip_special_tokens=True),
+        "decoded": tokenizer.decode(ids[-1], skip_special_tokens=True),
         "chat": None
         if template is None
         else tokenizer.apply_chat_template(
@@ -57,12 +54,12 @@ def read(directory: pathlib.Path, texts: list[str]) -> dict[str, Any]:
     }
 
 
-def record(copied: list[str], written: dict[str, Any]) -> dict[str, Any]:
+def record(written: dict[str, Any]) -> dict[str, Any]:
     """What transformers makes of a layout, or that it refuses it."""
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         directory = pathlib.Path(place) / "model"
-        layouts.write(directory, copied, written)
+        layouts.write(directory, written)
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 return read(directory, layouts.texts(written))
@@ -76,7 +73,7 @@ def main() -> None:
     logging.disable(logging.ERROR)
     found = {
         "transformers": transformers.__version__,
-        "table": {name: record(*layout) for name, layout in layouts.TABLE.items()},
+        "table": {name: record(layout) for name, layout in layouts.TABLE.items()},
     }
     text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
     (HERE / sys.argv[1]).write_text(text + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from dms_jax.serving.requests import Asked, GenerationRequest
 from tests.serving.scripted import served_model
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
-KINDS = ["stories260k", "gpt2", "qwen2", "mistral", "unigram"]
+KINDS = ["stories260k", "gpt2", "qwen2", "mistral"]
 TEXTS = [
     " I \U0001f600 it",
     " 日本語 is 日本\nand 日",

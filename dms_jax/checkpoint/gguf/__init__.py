@@ -4,6 +4,7 @@
     config.py      metadata to `ModelConfig`
     weights.py     tensors under their Hugging Face names, dequantised row by row
     tokenizer.py   vocabulary, chat template and special tokens
+    backends.py    a vocabulary as a tokenizer of the tokenizers library
 
 Supported: the architectures llama (also used for Mistral's models), qwen2, qwen3, qwen3moe, gemma3
 and gpt-oss. Everything else is refused by name.

@@ -12,17 +12,21 @@ from typing import Any
 
 import tokenizers
 
-from dms_jax.checkpoint import sentencepiece
-from dms_jax.checkpoint.backends import QWEN_WORDS, Words, byte_level, library_errors
+from dms_jax.checkpoint.gguf import backends
+from dms_jax.checkpoint.gguf.backends import PieceType, Words
 from dms_jax.checkpoint.gguf.file import GgufFiles
-from dms_jax.checkpoint.sentencepiece import PieceType
-from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends
+from dms_jax.checkpoint.tokenizer import Tokenizer, apply_sequence_ends, library_errors
 from dms_jax.checks import check
 from dms_jax.errors import CheckpointError, plain
 from dms_jax.model.language_model import GenerationDefaults
 
 _KEY = "tokenizer.ggml."
-_LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Of Qwen2 and later.
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_WORDS = _QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # An upper-case letter after a lower-case one begins a word: hello|World.
 _CASED_WORDS = (
@@ -33,11 +37,10 @@ _CASED_WORDS = (
 _TEKKEN_WORDS = _CASED_WORDS % ("", "", "")
 _O200K_WORDS = _CASED_WORDS % (*[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, "{1,3}")
 
-
 _GPT2 = Words((_GPT2_WORDS,))
 _DIGITS = Words((r"\p{N}", _GPT2_WORDS))
 _LLAMA3 = Words((_LLAMA3_WORDS,), whole=True, begin=True)
-_QWEN2 = Words((QWEN_WORDS,), nfc=True)
+_QWEN2 = Words((_QWEN_WORDS,), nfc=True)
 _WORDS = {
     "default": Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,
@@ -287,8 +290,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
                 "which is not a pair of tokens that form a token"
             )
         pairs.append(pair)
-    backend = byte_level(vocabulary.ids, pairs, words)
-    sentencepiece.add_whole_pieces(backend, vocabulary.tokens, vocabulary.types)
+    backend = backends.byte_level(vocabulary.tokens, vocabulary.types, pairs, words)
     return backend, words.begin
 
 
@@ -321,20 +323,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise CheckpointError(
             f"{vocabulary.name}: none of {_KEY}tokens is of the type for unknown text"
         )
-    return sentencepiece.build(
-        sentencepiece.SentencePieceModel(
-            pieces=tuple(vocabulary.tokens),
-            scores=tuple(scores),
-            types=tuple(vocabulary.types),
-            algorithm="bpe",
-            byte_fallback=PieceType.BYTE in vocabulary.types,
-            unknown_id=unknown,
-            begin_id=-1,
-            end_id=-1,
-            character_map=b"",
-            add_dummy_prefix=vocabulary.get("add_space_prefix", bool, True),
-            remove_extra_whitespaces=vocabulary.get("remove_extra_whitespaces", bool, False),
-        )
+    return backends.sentencepiece(
+        vocabulary.tokens,
+        vocabulary.types,
+        scores,
+        unknown=unknown,
+        prefix=vocabulary.get("add_space_prefix", bool, True),
+        strip=vocabulary.get("remove_extra_whitespaces", bool, False),
     )
 
 

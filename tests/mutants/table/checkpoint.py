@@ -16,10 +16,12 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizers: runs of spaces are looked for in text that is not escaped",
-        FOLDER + "sentencepiece.py",
-        "escaped=not model.add_dummy_prefix",
+        FOLDER + "gguf/backends.py",
+        "escaped=not prefix",
         "escaped=False",
-        ("tests/checkpoint/test_tokenizer.py::test_ids_are_those_of_the_reference",),
+        (
+            "tests/checkpoint/test_gguf_tokenizers.py::test_sentencepiece_ids_are_those_of_the_reference",
+        ),
     ),
     Mutant(
         "adapter: only the shape of a base is compared",
