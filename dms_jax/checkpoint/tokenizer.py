@@ -315,7 +315,8 @@ def _read_backend(directory: pathlib.Path) -> tokenizers.Tokenizer | None:
             if find(directory, name) is not None:
                 place = repr(str(directory))
                 raise CheckpointError(
-                    f"{directory} has {name} but no tokenizer.json. Write one: "
+                    f"{directory} has {name} but no tokenizer.json. Write one with transformers 4 "
+                    "(version 5 can split spaces at the start of a text differently): "
                     'python -c "from transformers import AutoTokenizer; '
                     f'AutoTokenizer.from_pretrained({place}).save_pretrained({place})"'
                 )

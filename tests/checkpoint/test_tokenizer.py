@@ -146,7 +146,7 @@ def test_damaged_file_is_named(stories, name, content, message):
 def test_tokenizer_in_another_layout_is_refused(name, tmp_path):
     (tmp_path / name).touch()
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=f"has {name} but no tokenizer.json.*Write one: py"):
+    with pytest.raises(CheckpointError, match=f"has {name} but no tokenizer.json.*: python -c"):
         Tokenizer.from_directory(tmp_path)
     shutil.copy(GOLDEN / "gpt2" / "tokenizer.json", tmp_path)
     assert Tokenizer.from_directory(tmp_path) is not None
