@@ -127,6 +127,16 @@ def test_chunk_is_one_step_while_prompts_wait(options, steps, monkeypatch):
     assert sizes == {True: {1} if steps == 1 else set(), False: {CHUNK}}
 
 
+def test_short_prompt_overtakes_a_long_one():
+    """It is answered while the long one is still prefilled, in turns of one program."""
+    engine, told = host_engine(lanes=3, **SHAPE, **BY_CHUNK), []
+    requests = requests_of([story_tokens()[:150], story_tokens()[200:205]], GREEDY)
+    serve_arrivals(engine, [requests[:1], requests[1:]], lambda each: told.append(each.index))
+    check_requests(requests)
+    assert told[0] == 1
+    assert told.index(0) > told.count(1) // 2
+
+
 # -- priorities ----------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Plants mutants and reports which of them the tests of the gate kill.
+"""Plants mutants and reports which of them their tests kill, nightly ones too.
 
     python -m tests.mutants --workers 2             all of them
     python -m tests.mutants --only adakv pyramid    those whose name contains one of the words
@@ -85,13 +85,13 @@ def judge(tree: pathlib.Path, mutant: Mutant, timeout: float) -> tuple[str, str]
 def run(
     tree: pathlib.Path, tests: Sequence[str], timeout: float, options: Sequence[str] = ("-x",)
 ) -> tuple[str, str]:
-    """Runs tests of the gate in a copy of the tree."""
+    """Runs tests in a copy of the tree."""
     command = [sys.executable, "-B", "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
     # Compiled programs are shared with the checkout; bytecode, which compares seconds, is not.
     own = {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
     try:
         done = subprocess.run(
-            [*command, "-m", "not nightly and not release", *options, *tests],
+            [*command, "-m", "not release", *options, *tests],
             cwd=tree,
             env=os.environ | own,
             stdout=subprocess.PIPE,

@@ -50,7 +50,7 @@ MUTANTS = [
         FOLDER + "engine.py",
         "takes_turns=self._is_open",
         "takes_turns=False",
-        (f"{FAIRNESS}::test_pauses_are_bounded_by_prefill_tokens",),
+        (f"{FAIRNESS}::test_short_prompt_overtakes_a_long_one",),
     ),
     Mutant(
         "generation: a request that its first token has ended is reported while it reads again",
@@ -86,13 +86,6 @@ MUTANTS = [
         "        self._first = {}\n        for",
         "        for",
         (f"{SHARED}", f"{READING}", f"{AT_RANDOM}"),
-    ),
-    Mutant(
-        "generation: something is put back while an answer of one token fills the pool",
-        FOLDER + "engine.py",
-        "if self.in_flight.drawn or self.in_flight.has_steps:",
-        "if self.in_flight.has_steps:",
-        (AT_RANDOM,),
     ),
     Mutant(
         "generation: a lane that had no steps has ended with the last answer in it",
