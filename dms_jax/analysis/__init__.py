@@ -1,4 +1,4 @@
-"""Analysis of policies: tokens kept by heads, the papers' latency model, hyperscale's figure."""
+"""Analysis of policies: tokens kept by heads, hyperscale's figure."""
 
 from dms_jax.analysis.retention import NEVER, Retention, retention
 

@@ -40,10 +40,9 @@ from typing import Any, Literal
 import numpy as np
 
 import dms_jax
-from dms_jax.analysis import latency
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
-from dms_jax.model.caching import tree_bytes
+from dms_jax.model.caching import entry_bytes, tree_bytes
 from dms_jax.policies import Policy, Vanilla
 from experiments.benchmarks import shapes
 from experiments.benchmarks.settings import check_numbers
@@ -478,8 +477,8 @@ def room(config: Config) -> dict[str, Any]:
             f"--prompts: a prompt of {longest - 1:,} and its token exceed {positions:,} positions."
         )
     model = shapes.config_of(config.shape)
-    cache = latency.cache_bytes(model, batch=1, live_tokens=max(tokens))
-    return dict(cache=int(cache), longest=min(longest + PAGE, positions))
+    token = model.num_layers * model.num_kv_heads * entry_bytes(model, "bfloat16")
+    return dict(cache=max(tokens) * token, longest=min(longest + PAGE, positions))
 
 
 def plain(config: Config, report: Report) -> None:

@@ -46,13 +46,6 @@ MUTANTS = [
         (SANDBOX,),
     ),
     Mutant(
-        "analysis: key projections are read and value projections are not",
-        "dms_jax/analysis/latency.py",
-        "heads = 2 * config.num_heads + 2 * config.num_kv_heads",
-        "heads = 2 * config.num_heads + config.num_kv_heads",
-        ("tests/analysis/test_latency.py",),
-    ),
-    Mutant(
         "chat: the next turn does not continue the tokens of the answer",
         "dms_jax/command_line/chat.py",
         "tokens = [*prompt, *completion.tokens]",
