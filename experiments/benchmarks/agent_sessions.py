@@ -1,95 +1,65 @@
-"""Times the first tokens of agents that resend their growing prompt at every turn.
+"""Times the first tokens of agents that resend their growing prompt to a server at every turn.
 
 Several sessions run at a time. At every turn each sends the whole conversation and some more tokens
 (a tool's result), and gets an answer. Lengths come from a recording: 30 turns of Codex, from 8,843
-to 16,595 tokens (agent_session.json). An engine with a prefix cache prefills only new tokens, one
-without it prefills all. Reports for each policy: the median and the longest time to a session's
-first token by turn, with and without the prefix cache, the cached share of prompt tokens, whether
-the answers are equal, and the bytes of the prefixes at the end; their ratio to Vanilla's tells how
-many more sessions the same memory keeps. Real model shapes, random weights, random tokens;
-RandomEviction stands for DMS at the same ratio. With --url the same sessions use any server with
-OpenAI's API, ours or vLLM's. A client does not see the tokens of an answer: with --tokenizer its
-text is tokenized again for the next prompt, else random tokens replace it. For an answer without
-text its end is timed. With --text the tokens are those of files, as a trained adapter needs: it
-keeps more of random tokens than of text.
+to 16,595 tokens (agent_session.json). A server with a prefix cache prefills only new tokens, one
+without it prefills all: time `dms-jax serve` with and without `--prefix-cache off`, or any other
+server with OpenAI's API. Reports by turn the median and the longest time to a session's first
+token, the cached share of prompt tokens, the peak of live tokens and marks of the answers, which
+two servers' reports compare; and at the end the bytes of the prefixes, where the server tells them.
 
-    python -m experiments.benchmarks.agent_sessions
-    python -m experiments.benchmarks.agent_sessions --memory-gb 4 --prefix-gb 8
-    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
-        --shape qwen2.5-1.5b
+A client does not see the tokens of an answer: with --tokenizer its text is tokenized again for the
+next prompt, else random tokens replace it. For an answer without text its end is timed. With --text
+the tokens are those of files, as a trained adapter needs: it keeps more of random tokens than of
+text.
+
+    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 --vocabulary 151000
     python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 \
         --tokenizer MODEL --text dms_jax
-    python -m experiments.benchmarks.agent_sessions --layers 2 --dtype float32 --sessions 2 \
-        --turns 3 --shorten 40     # without a GPU
+    python -m experiments.benchmarks.agent_sessions --url http://127.0.0.1:8000 --sessions 2 \
+        --turns 3 --shorten 100     # a trial with a small model
 """
 
 import dataclasses
-import gc
 import json
 import pathlib
 import re
 import sys
-import time
 import urllib.error
 import urllib.request
 import zlib
-from typing import Any, Literal
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import dms_jax
 from dms_jax.checkpoint.tokenizer import Tokenizer
 from dms_jax.command_line.reports import make_place, provenance, write_json
 from dms_jax.command_line.running import run
-from dms_jax.generation import Engine, Sampling, Update
-from dms_jax.generation.engine import Source
-from dms_jax.generation.requests import make_requests
 from experiments.benchmarks.serving import ask_all, model_name
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.shapes import SHAPES, Shape, random_model
-from experiments.benchmarks.timing import about
 
-POLICIES = {
-    "Vanilla": dms_jax.Vanilla(),
-    "RandomEviction": dms_jax.RandomEviction(window=512, rate=0.75),
-    "SnapKV": dms_jax.SnapKV(budget=1024),
-}
 RECORDING = pathlib.Path(__file__).with_name("agent_session.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Time the first tokens of agents whose prompts grow, with and without cached prefixes."""
+    """Time the first tokens of agents whose prompts grow."""
 
-    shape: Shape = "qwen2.5-1.5b"
-    """Model whose shape is timed, with random weights."""
-    layers: int | None = None
-    """Layers of the model; by default those of the shape."""
+    url: str
+    """Address of the server, without /v1."""
     sessions: int = 16
     """Concurrent sessions."""
     turns: int = 30
     """Turns of a session, the first ones of the recording."""
     shorten: int = 1
     """Divisor of the recorded lengths, for a short trial."""
-    url: str | None = None
-    """Address of a server to time instead of an engine, without /v1."""
+    vocabulary: int = 512
+    """Token ids of random prompts are drawn below this."""
     text: pathlib.Path | None = None
     """Folder whose Python files are the text of the prompts, instead of random tokens."""
     tokenizer: pathlib.Path | None = None
     """Model directory whose tokenizer reads --text."""
-    policies: tuple[Literal["Vanilla", "RandomEviction", "SnapKV"], ...] = (
-        "Vanilla",
-        "RandomEviction",
-    )
-    """Cache policies to time, by name."""
-    memory_gb: float | None = None
-    """Gigabytes of the page pool; by default enough for all sessions."""
-    prefix_gb: float = 16.0
-    """Gigabytes of host memory for prefixes."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights and the cache."""
     out: pathlib.Path = pathlib.Path("runs/agent_sessions.json")
     """JSON file for the figures."""
 
@@ -142,8 +112,8 @@ class Lengths:
 class Prompts:
     """The prompts of all sessions, of random tokens or of --text."""
 
-    def __init__(self, config: Config, lengths: Lengths, vocabulary: int):
-        self._random, self._vocabulary = np.random.default_rng(0), vocabulary
+    def __init__(self, config: Config, lengths: Lengths):
+        self._random, self._vocabulary = np.random.default_rng(0), config.vocabulary
         self._tokenizer = None if config.tokenizer is None else read_tokenizer(config)
         self._text = None if self._tokenizer is None else read_text(config, self._tokenizer)
         shared = self.tokens(lengths.shared)
@@ -194,66 +164,14 @@ def read_text(config: Config, tokenizer: Tokenizer) -> np.ndarray:
     return found
 
 
-def figures_of(prompts: list[list[int]], begun: list[float], cached: int) -> dict[str, Any]:
-    """Returns the figures of a turn.
-
-    Args:
-      prompts: the prompts of the sessions.
-      begun: seconds until the first token of each.
-      cached: cached tokens of the prompts.
-    """
-    return dict(
-        prompt=len(prompts[0]),
-        median_seconds=float(np.median(begun)),
-        longest_seconds=max(begun),
-        cached=cached / sum(map(len, prompts)),
-    )
-
-
-def run_sessions(
-    config: Config, model: dms_jax.LanguageModel, name: str, prefix_cache: float | None
-) -> dict[str, Any]:
-    """Returns the figures of all turns, and the answers."""
-    lengths = Lengths.read(config)
-    engine = Engine(
-        model,
-        POLICIES[name],
-        num_lanes=config.sessions,
-        max_tokens=lengths.total,
-        memory=None if config.memory_gb is None else config.memory_gb * 1e9,
-        prefix_cache=prefix_cache,
-    )
-    engine.warm()  # like a server: requests come while it runs
-    prompts = Prompts(config, lengths, model.config.vocab_size)
-    turns, answers = [], []
-    for number, turn in enumerate(lengths.turns):
-        if number:
-            prompts.grow(answers[-1], turn.more)
-        sampling = Sampling(temperature=0, max_new_tokens=turn.answer)
-        begun: dict[int, float] = {}
-        start = time.perf_counter()
-
-        def note(update: Update, begun=begun, start=start) -> None:
-            begun.setdefault(update.index, time.perf_counter() - start)
-
-        requests = make_requests(model.config, list(map(list, prompts.now)), sampling)
-        come = iter([requests])
-        engine.serve(Source(incoming=lambda _, come=come: next(come, None), on_tokens=note))
-        cached = sum(each.usage.cached_tokens for each in requests if each.usage)
-        turns.append(figures_of(prompts.now, list(begun.values()), cached))
-        answers.append([each.generated for each in requests])
-    held = dataclasses.asdict(engine.runner.prefixes.counts)
-    return dict(turns=turns, prefixes=held, answers=answers)
-
-
-def ask_server(config: Config, url: str) -> dict[str, Any]:
+def ask_server(config: Config) -> dict[str, Any]:
     """Returns the figures of all turns of sessions that ask a server.
 
     Raises:
       ConfigError: it names no model, or does not answer.
     """
-    name, lengths = model_name(url), Lengths.read(config)
-    prompts = Prompts(config, lengths, SHAPES[config.shape]["vocab_size"])
+    url, lengths = config.url, Lengths.read(config)
+    name, prompts = model_name(url), Prompts(config, lengths)
     turns, answers = [], []
     for number, turn in enumerate(lengths.turns):
         if number:
@@ -272,12 +190,18 @@ def ask_server(config: Config, url: str) -> dict[str, Any]:
             )
         # Special tokens have no text.
         begun = [each.parts[0] if each.parts else each.seconds for each in answers]
-        row = figures_of(prompts.now, begun, sum(each.cached for each in answers))
-        # Live tokens at the end of an answer, if the server tells them.
-        row["peak_tokens"] = [each.peak for each in answers if each.peak is not None]
-        # To compare the answers of two servers.
-        row["answers"] = [f"{zlib.crc32(each.text.encode()):08x}" for each in answers]
-        turns.append(row)
+        turns.append(
+            dict(
+                prompt=len(prompts.now[0]),
+                median_seconds=float(np.median(begun)),
+                longest_seconds=max(begun),
+                cached=sum(each.cached for each in answers) / sum(map(len, prompts.now)),
+                # Live tokens at the end of an answer, if the server tells them.
+                peak_tokens=[each.peak for each in answers if each.peak is not None],
+                # To compare the answers of two servers.
+                answers=[f"{zlib.crc32(each.text.encode()):08x}" for each in answers],
+            )
+        )
     return dict(turns=turns, prefix_bytes=prefix_bytes(url))
 
 
@@ -292,56 +216,18 @@ def prefix_bytes(url: str) -> dict[str, float]:
     return {place: float(size) for place, size in found}
 
 
-def time_policy(config: Config, model: dms_jax.LanguageModel, name: str) -> dict[str, Any]:
-    """Returns the figures of one policy."""
-    anew = run_sessions(config, model, name, None)
-    gc.collect()
-    kept = run_sessions(config, model, name, config.prefix_gb * 1e9)
-    equal = [
-        sum(a == b for a, b in zip(*turn, strict=True)) / config.sessions
-        for turn in zip(anew.pop("answers"), kept.pop("answers"), strict=True)
-    ]
-    ratios = [
-        a["median_seconds"] / b["median_seconds"]
-        for a, b in zip(anew["turns"], kept["turns"], strict=True)
-    ]
-    return dict(policy=name, anew=anew, kept=kept, equal_answers=equal, times_faster=ratios)
-
-
 def main(config: Config) -> None:
-    """Times every policy and writes the figures."""
+    """Times the sessions and writes the figures."""
     make_place("--out", config.out)
-    Lengths.read(config)  # before anything compiles
-    if config.url is not None:
-        figures = ask_server(config, config.url)
-        last = figures["turns"][-1]
-        print(
-            f"{config.url}: first text after {last['median_seconds']:.3f} s for "
-            f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
-            flush=True,
-        )
-        # Only now: a card held by this process would be unavailable to the server.
-        write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
-        return
-    results: dict[str, Any] = about(config) | dict(rows=[])
-    fields = dict(SHAPES[config.shape])
-    fields["num_hidden_layers"] = config.layers or fields["num_hidden_layers"]
-    model = random_model(fields, jnp.dtype(config.dtype))
-    for name in config.policies:
-        figures = time_policy(config, model, name)
-        results["rows"].append(figures)
-        last = figures["kept"]["turns"][-1]
-        print(
-            f"{name}: first tokens {figures['times_faster'][-1]:.1f} times as fast at the last "
-            f"turn, {last['median_seconds']:.3f} s for {last['prompt']:,} tokens, "
-            f"{last['cached']:.0%} cached; prefixes hold "
-            f"{figures['kept']['prefixes']['bytes'] / 1e9:.2f} GB of the pool and "
-            f"{figures['kept']['prefixes']['host_bytes'] / 1e9:.2f} GB of the host",
-            flush=True,
-        )
-        write_json(config.out, results)
-        gc.collect()
-        jax.clear_caches()
+    figures = ask_server(config)
+    last = figures["turns"][-1]
+    print(
+        f"{config.url}: first text after {last['median_seconds']:.3f} s for "
+        f"{last['prompt']:,} tokens at the last turn, {last['cached']:.0%} cached",
+        flush=True,
+    )
+    # Only now: a card held by this process would be unavailable to the server.
+    write_json(config.out, provenance(config) | {"device": None, "rows": [figures]})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import json
 import math
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -42,6 +41,7 @@ from dms_jax.command_line.running import run
 from dms_jax.generation.programs import GPU_STEP_OPTIONS, Program
 from dms_jax.generation.runner import Runner
 from dms_jax.generation.sampling import Sampling
+from dms_jax.model.caching import entry_bytes
 from dms_jax.model.layer_loop import window_policy
 from dms_jax.model.rope import apply_rope, rope_tables
 from dms_jax.policies import Policy
@@ -51,7 +51,7 @@ from dms_jax.sharding import mesh_sizes
 from experiments.benchmarks import traces
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, check_heads, meshes_of, model_of
-from experiments.benchmarks.timing import about, rounded
+from experiments.benchmarks.timing import about, median_seconds, read_rate, rounded
 
 Heads = Literal["uneven", "even", "few"]
 PAGE_SIZE = 64
@@ -119,33 +119,6 @@ def check_ratios(ratios: Sequence[int], context: int, window: int) -> None:
         )
 
 
-def read_rate() -> float:
-    """Bytes a second of a large read: sums over 4 GB, 16 in one program, median of 5."""
-    size = 2**31 if jax.default_backend() != "cpu" else 2**20
-    x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
-
-    @jax.jit
-    def read(x):
-        # Each sum depends on the previous one, so that none can be skipped or run in parallel.
-        return jax.lax.fori_loop(
-            0, 16, lambda _, c: jnp.sum(x * c.astype(x.dtype), dtype=jnp.float32) * 1e-9 + 1, 1.0
-        )
-
-    return 16 * x.nbytes / median_seconds(lambda: read(x), 5)
-
-
-def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> float:
-    """Median wall-clock seconds of a call, including waiting for its result."""
-    for _ in range(warmup):
-        jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
-
-
 def row_lengths(
     config: Config, model: dms_jax.LanguageModel, ratio: int, spread: Heads = "uneven"
 ) -> np.ndarray:
@@ -161,6 +134,11 @@ def row_lengths(
     return lengths
 
 
+def kept_share(context: int, window: int, ratio: float) -> float:
+    """The share of the tokens beyond the window that leaves context / ratio tokens in all."""
+    return (context / ratio - window - 1) / (context - window - 1)
+
+
 def spread_lengths(
     shape: tuple[int, int, int], context: int, window: int, ratio: float, spread: Heads = "uneven"
 ) -> np.ndarray:
@@ -168,7 +146,7 @@ def spread_lengths(
     if ratio == 1:
         return np.full(shape, context)
     least, far = window + 1, context - window - 1
-    kept = (context / ratio - window - 1) / far
+    kept = kept_share(context, window, ratio)
     drawn = np.random.default_rng(0).uniform(0, 2 * kept, (shape[0], 1, shape[2]))
     drawn *= kept / drawn.mean()
     lengths = np.minimum(least + np.round(drawn * far), context).astype(np.int64)
@@ -312,8 +290,7 @@ def policy_of(context: int, window: int, ratio: int) -> Policy:
     """Random eviction that leaves context / ratio tokens; the plain cache at a ratio of 1."""
     if ratio == 1:
         return dms_jax.Vanilla()
-    kept = (context / ratio - window - 1) / (context - window - 1)
-    return dms_jax.RandomEviction(window=window, rate=1 - kept)
+    return dms_jax.RandomEviction(window=window, rate=1 - kept_share(context, window, ratio))
 
 
 def time_paged(
@@ -330,7 +307,7 @@ def time_paged(
     runner = filled_runner(model, policy, lengths, config.context, steps=steps)
     data, split = parallel(model)
     seconds, live_reads, run = time_runner(runner, config.chunk, config.repeats)
-    entry = 2 * model.config.head_dim * jnp.dtype(model.dtype).itemsize
+    entry = entry_bytes(model.config, model.dtype)
     # A step takes as long as the device that reads the most.
     most = float(by_device(lengths, model).max() / lengths.sum())
     pages = by_device(np.ceil(lengths / PAGE_SIZE), model)
@@ -430,13 +407,19 @@ def device_bytes(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def largest_batch(model: dms_jax.LanguageModel, sequence_bytes: float) -> int | None:
-    """Sequences of this length that fit with the weights in nine tenths of a device's memory."""
+def device_memory() -> int | None:
+    """Returns the bytes that the first device has for arrays; None if it does not tell."""
     stats = jax.devices()[0].memory_stats()
-    if not stats:
+    return stats["bytes_limit"] if stats else None
+
+
+def largest_batch(
+    model: dms_jax.LanguageModel, sequence_bytes: float, share: float = 0.9
+) -> int | None:
+    """Sequences of so many bytes that fit with the weights in a share of a device's memory."""
+    if (limit := device_memory()) is None:
         return None
-    free = 0.9 * stats["bytes_limit"] - device_bytes(model.transformer)
-    return math.floor(free / sequence_bytes)
+    return math.floor((share * limit - device_bytes(model.transformer)) / sequence_bytes)
 
 
 def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dict:
@@ -493,7 +476,7 @@ def time_cudnn(config: Config, model: dms_jax.LanguageModel, rate: float) -> dic
         return state[1]
 
     seconds = median_seconds(run, config.repeats) / config.chunk
-    entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
+    entry = entry_bytes(shape, model.dtype)
     rows = shape.num_layers * config.batch * shape.num_kv_heads
     return roofline(model, config.batch, rows * config.context * entry, rate, seconds)
 

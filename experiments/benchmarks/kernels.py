@@ -32,7 +32,7 @@ from dms_jax.command_line.options import check_names
 from dms_jax.command_line.reports import make_folder, write_json
 from dms_jax.command_line.running import run
 from experiments.benchmarks import kernels_decoding, kernels_training
-from experiments.benchmarks.timing import about, require_gpu
+from experiments.benchmarks.timing import about, read_rate, require_gpu
 from pallas_kernels.decode import cases as decode_cases
 from pallas_kernels.training import cases as training_cases
 
@@ -69,7 +69,7 @@ class Config:
 
 def time_decode(config: Config, report: dict[str, Any], write: Callable[[], None]) -> None:
     """Times the contenders of decode attention; prints and writes each record."""
-    report["read_terabytes_per_second"] = round(kernels_decoding.read_rate(), 3)
+    report["read_terabytes_per_second"] = round(read_rate() / 1e12, 3)
     report["records"] = []
     for case, name in itertools.product(decode_cases.BENCHMARK, DECODE):
         if case.name not in (config.cases or names_of(decode_cases.BENCHMARK)):

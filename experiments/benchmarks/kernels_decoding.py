@@ -146,14 +146,3 @@ def measure_decode(case: DecodeCase, name: str, seed: int) -> dict[str, Any] | N
         "terabytes_per_second": round(case.live_bytes / timing.period / 1e6, 3),
         "kernels_us": {name: round(t, 2) for name, t in sorted(timing.kernels.items())},
     }
-
-
-def read_rate() -> float:
-    """Measures the rate of a pure read, a sum over 4 GB, in TB/s."""
-    values = jax.random.normal(jax.random.key(0), (1 << 21, 1024), jnp.bfloat16)
-
-    def call(total, values):
-        return total + jnp.sum(values + total.astype(jnp.bfloat16), dtype=jnp.float32) * 1e-9
-
-    timing = time_chain(chain_of(call, jnp.float32(0), [values]))
-    return values.nbytes / timing.period / 1e6

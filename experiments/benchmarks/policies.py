@@ -36,13 +36,14 @@ from experiments.benchmarks import traces
 from experiments.benchmarks.decode_steps import (
     PAGE_SIZE,
     filled_runner,
-    read_rate,
+    kept_share,
     roofline,
     spread_lengths,
     time_runner,
 )
 from experiments.benchmarks.settings import check_numbers
 from experiments.benchmarks.shapes import Shape, model_of, with_scorer
+from experiments.benchmarks.timing import read_rate
 
 CHUNK, WARMUP, REPEATS, WINDOW = 32, 2, 3, 256
 
@@ -104,8 +105,7 @@ class Contender:
 def contenders(context: int, ratio: int) -> Iterator[Contender]:
     """Every policy, with a budget of context / ratio; KCache fetches 128 values at any ratio."""
     budget = context // ratio
-    kept = (budget - WINDOW - 1) / (context - WINDOW - 1)
-    drawn = dms_jax.RandomEviction(window=WINDOW, rate=1 - kept)
+    drawn = dms_jax.RandomEviction(window=WINDOW, rate=1 - kept_share(context, WINDOW, ratio))
     float8 = "float8_e4m3"
     yield Contender("Vanilla", dms_jax.Vanilla(), context)
     yield Contender("Vanilla + float8", dms_jax.Vanilla(), context, kv_dtype=float8)

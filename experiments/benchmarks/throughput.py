@@ -1,10 +1,8 @@
-"""The gain of a smaller cache for a server: throughput at the largest batch, and first token.
+"""The gain of a smaller cache for a server: decoding at the largest batch that fits.
 
 - **batch**: decode steps at the largest batch that fits, for each context and compression ratio
   (figure 5 of the DMC paper; the DMS paper's 5 times at a ratio of 8). Rows are uneven, as in
   `decode_steps`.
-- **prompt**: seconds to the first token of a long prompt and the cache's peak, with everything kept
-  and with eviction inside the prompt.
 - **kcache**: tokens a second of decoding after the prompt, at KCache's own shape (Llama-2-7B: a KV
   head for every query head, 15K tokens), at the largest batch that fits with the values on the
   device and with the values in host memory.
@@ -22,7 +20,6 @@ import sys
 import time
 from typing import Annotated, Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,28 +28,26 @@ from dms_jax.checks import Range, check
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import run
 from dms_jax.command_line.shapes import SHAPES
-from dms_jax.model.caching import tree_bytes
+from dms_jax.model.caching import entry_bytes
 from dms_jax.policies import Policy
 from experiments.benchmarks import decode_steps, shapes
 from experiments.benchmarks.settings import check_numbers
-from experiments.benchmarks.timing import about, rounded
+from experiments.benchmarks.timing import about, read_rate, rounded
 
-Part = Literal["batch", "prompt", "kcache"]
+Part = Literal["batch", "kcache"]
 PAGE = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Measure throughput at the largest batch, and the time to the first token."""
+    """Measure throughput at the largest batch that fits."""
 
-    parts: tuple[Part, ...] = ("batch", "prompt", "kcache")
-    """Parts: the largest batch, the first token of long prompts, KCache at its paper's shape."""
+    parts: tuple[Part, ...] = ("batch", "kcache")
+    """Parts: compression ratios, KCache at its paper's shape."""
     shape: shapes.Shape = "llama-3.1-8b"
-    """Model shape of the first two parts."""
+    """Model shape of the first part."""
     contexts: tuple[int, ...] = (8192, 32768)
     """Earlier tokens of each sequence of a batch."""
-    prompts: tuple[int, ...] = (8192, 32768, 131000)
-    """Tokens of the prompts whose first token is timed."""
     ratios: tuple[int, ...] = (1, 2, 4, 8)
     """Compression ratios; 1 is the plain cache."""
     memory: float = 0.8
@@ -81,26 +76,20 @@ class Config:
             decode_steps.check_ratios(self.ratios, tokens, self.window)
 
 
-def device_bytes(config: Config) -> int:
-    """The memory that weights and cache may take."""
-    stats = jax.devices()[0].memory_stats()
-    limit = stats["bytes_limit"] if stats else 4 * 2**30
-    return int(config.memory * limit)
-
-
 def largest(config: Config, model: dms_jax.LanguageModel, tokens: float) -> int:
     """Sequences of that many live tokens per row that fit beside the weights."""
     shape = model.config
-    entry = 2 * shape.head_dim * jnp.dtype(model.dtype).itemsize
     rows = shape.num_layers * shape.num_kv_heads
-    sequence = rows * math.ceil(tokens / PAGE + 0.5) * PAGE * entry  # half a page is open
-    fits = int((device_bytes(config) - tree_bytes(model.transformer)) // sequence)
-    return max(1, min(fits, config.most))
+    slots = math.ceil(tokens / PAGE + 0.5) * PAGE  # half a page is open
+    sequence = rows * slots * entry_bytes(shape, model.dtype)
+    fits = decode_steps.largest_batch(model, sequence, config.memory)
+    return config.most if fits is None else max(1, min(fits, config.most))
 
 
-def measure_batch(config: Config, model: dms_jax.LanguageModel, add: Any) -> None:
+def measure_batch(config: Config, add: Any) -> None:
     """Decode steps at the largest batch, for each context and ratio."""
-    rate = decode_steps.read_rate()
+    model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
+    rate = read_rate()
     for context in config.contexts:
         for ratio in config.ratios:
             settings = decode_steps.Config(
@@ -117,40 +106,6 @@ def measure_batch(config: Config, model: dms_jax.LanguageModel, add: Any) -> Non
             settings = dataclasses.replace(settings, batch=batch)
             figures = decode_steps.time_paged(settings, model, ratio, rate)
             add("batch", context=context, batch=batch, **figures)
-            gc.collect()
-
-
-def measure_prompt(config: Config, model: dms_jax.LanguageModel, add: Any) -> None:
-    """Seconds to the first token, and peak bytes of the cache."""
-    random = np.random.default_rng(0)
-    for tokens in config.prompts:
-        prompt = random.integers(0, model.config.vocab_size, tokens).tolist()
-        for ratio in (config.ratios[0], config.ratios[-1]):
-            engine = dms_jax.Engine(
-                model,
-                decode_steps.policy_of(tokens, config.window, ratio),
-                num_lanes=1,
-                max_tokens=tokens + 1,
-                table_width=-(-(tokens + 1) // PAGE),  # one program, not one for each width
-            )
-            sampling = dms_jax.Sampling(temperature=0.0, max_new_tokens=1)
-            seconds, usage = [], None
-            for _ in range(config.repeats + 1):
-                start = time.perf_counter()
-                usage = engine.generate([prompt], sampling=sampling)[0].usage
-                seconds.append(time.perf_counter() - start)
-            assert usage is not None
-            add(
-                "prompt",
-                tokens=tokens,
-                ratio=ratio,
-                seconds=float(np.median(seconds[1:])),
-                first_call=seconds[0],
-                peak_cache_bytes=usage.peak_cache_bytes,
-                peak_tokens=usage.peak_tokens,
-                prefill_chunk=engine.options.prefill_chunk,
-            )
-            del engine
             gc.collect()
 
 
@@ -206,13 +161,8 @@ def main(config: Config) -> None:
         print(part, rounded(figures), flush=True)
         write_json(config.out, results)
 
-    if {"batch", "prompt"} & set(config.parts):
-        model = shapes.model_of(config.shape, jnp.dtype(config.dtype))
-        if "batch" in config.parts:
-            measure_batch(config, model, add)
-        if "prompt" in config.parts:
-            measure_prompt(config, model, add)
-        del model
+    if "batch" in config.parts:
+        measure_batch(config, add)
         gc.collect()
     if "kcache" in config.parts:
         measure_kcache(config, add)

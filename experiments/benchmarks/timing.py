@@ -13,6 +13,7 @@ import itertools
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -104,6 +105,33 @@ def time_chain(chain: Callable[[], jax.Array]) -> Timing:
     steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(starts)) if (i + 1) % CALLS]
     kernels = {name: statistics.median(times) for name, times in durations.items()}
     return Timing(statistics.median(steps), kernels[main], kernels)
+
+
+def read_rate() -> float:
+    """Bytes a second of a large read: sums over 4 GB, 16 in one program, median of 5."""
+    size = 2**31 if jax.default_backend() != "cpu" else 2**20
+    x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
+
+    @jax.jit
+    def read(x):
+        # Each sum depends on the previous one, so that none can be skipped or run in parallel.
+        return jax.lax.fori_loop(
+            0, 16, lambda _, c: jnp.sum(x * c.astype(x.dtype), dtype=jnp.float32) * 1e-9 + 1, 1.0
+        )
+
+    return 16 * x.nbytes / median_seconds(lambda: read(x), 5)
+
+
+def median_seconds(call: Callable[[], Any], repeats: int, warmup: int = 2) -> float:
+    """Median wall-clock seconds of a call, including waiting for its result."""
+    for _ in range(warmup):
+        jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
 
 
 def chain_of(call, q, inputs, *fixed):

@@ -45,6 +45,7 @@ from dms_jax.command_line.running import command, run
 from dms_jax.model.caching import entry_bytes, tree_bytes
 from dms_jax.policies import Policy, Vanilla
 from experiments.benchmarks import shapes
+from experiments.benchmarks.decode_steps import kept_share
 from experiments.benchmarks.settings import check_numbers
 
 Part = Literal["plain", "binding", "mixed"]
@@ -492,7 +493,7 @@ def plain(config: Config, report: Report) -> None:
 
 def drawn_dms(ratio: float, tokens: int) -> dms_jax.DMS:
     """Returns DMS with an adapter that evicts at random, to this ratio at that length."""
-    kept = (tokens / ratio - WINDOW - 1) / (tokens - WINDOW - 1)
+    kept = kept_share(tokens, WINDOW, ratio)
     return dms_jax.DMS(
         window=WINDOW,
         source="adapter",

@@ -24,9 +24,6 @@ SCRIPTS = [
 ]
 # The smallest settings of scripts that run on a CPU without replacing any part.
 RUNS: dict[str, dict] = {
-    "benchmarks.agent_sessions": dict(
-        shape="tiny", layers=1, sessions=2, turns=2, shorten=60, dtype="float32"
-    ),
     "benchmarks.decode_steps": dict(
         shapes=("tiny",),
         batch=2,
@@ -49,7 +46,6 @@ RUNS: dict[str, dict] = {
     "benchmarks.throughput": dict(
         shape="tiny",
         contexts=(256,),
-        prompts=(128,),
         ratios=(1, 4),
         most=2,
         window=16,

@@ -68,7 +68,7 @@ def config(url: str) -> agent_sessions.Config:
 def test_answers_without_text_count_as_tokens(parts):
     """Random weights write special tokens, whose text a server hides."""
     with stub(parts=parts) as (url, asked):
-        turns = agent_sessions.ask_server(config(url), url)["turns"]
+        turns = agent_sessions.ask_server(config(url))["turns"]
     assert len(asked) == 6
     assert all(body["ignore_eos"] for body in asked)
     assert [turn["cached"] for turn in turns] == pytest.approx([0.5] * 3, abs=0.01)
@@ -83,15 +83,17 @@ def test_prompts_of_a_text(tmp_path):
     model = pathlib.Path(dms_jax.__file__).parent / "assets" / "stories260k"
     (tmp_path / "b.py").write_text("once upon a time " * 4)
     (tmp_path / "a.py").write_text("".join(f"there was a dog number {n}. " for n in range(400)))
-    one = agent_sessions.Config(sessions=2, turns=2, shorten=100, text=tmp_path, tokenizer=model)
+    one = agent_sessions.Config(
+        url="", sessions=2, turns=2, shorten=100, text=tmp_path, tokenizer=model
+    )
     lengths = agent_sessions.Lengths.read(one)
-    first, second = agent_sessions.Prompts(one, lengths, 512).now
+    first, second = agent_sessions.Prompts(one, lengths).now
     shared = lengths.shared
     assert first[:shared] == second[:shared]
     assert first[shared:] != second[shared:]
     (tmp_path / "a.py").unlink()
     with pytest.raises(dms_jax.ConfigError, match="--text"):
-        agent_sessions.Prompts(one, lengths, 512)
+        agent_sessions.Prompts(one, lengths)
 
 
 def test_answer_without_usage_is_refused():
@@ -100,4 +102,4 @@ def test_answer_without_usage_is_refused():
         stub(parts=("a",), usage=False) as (url, _),
         pytest.raises(dms_jax.ConfigError, match="tokens"),
     ):
-        agent_sessions.ask_server(config(url), url)
+        agent_sessions.ask_server(config(url))

@@ -111,14 +111,14 @@ def test_spreads_of_live_tokens_have_the_same_total():
 
 
 def test_largest_batch_fills_the_memory(monkeypatch):
-    config = throughput.Config(shape="tiny", dtype="float32")
+    config = throughput.Config(shape="tiny", dtype="float32", memory=1.0)
     model = shapes.model_of("tiny", jnp.float32)
     # 2 layers, 2 KV heads, 16 numbers: a page of 64 tokens is 2 * 64 * 16 * 4 = 8,192 bytes, and
     # 100 tokens take 3 pages of each of the 4 rows: 98,304 bytes.
-    weights = throughput.tree_bytes(model.transformer)
-    monkeypatch.setattr(throughput, "device_bytes", lambda config: weights + 5 * 98_304 + 1)
+    weights = decode_steps.device_bytes(model.transformer)
+    monkeypatch.setattr(decode_steps, "device_memory", lambda: weights + 5 * 98_304 + 1)
     assert throughput.largest(config, model, 100) == 5
-    assert throughput.largest(throughput.Config(most=3), model, 100) == 3
+    assert throughput.largest(dataclasses.replace(config, most=3), model, 100) == 3
 
 
 def test_drawn_eviction_leaves_the_ratio():
@@ -188,10 +188,10 @@ def test_loads_of_a_running_server_repeat_no_prompt(tmp_path):
 
 
 def test_session_prompts_have_the_recorded_lengths():
-    config = agent_sessions.Config(sessions=2)
+    config = agent_sessions.Config(url="", sessions=2)
     recorded = json.loads(agent_sessions.RECORDING.read_text())
     lengths = agent_sessions.Lengths.read(config)
-    prompts, found = agent_sessions.Prompts(config, lengths, 512), []
+    prompts, found = agent_sessions.Prompts(config, lengths), []
     for number, turn in enumerate(lengths.turns):
         if number:
             prompts.grow([[0] * lengths.turns[number - 1].answer] * 2, turn.more)
