@@ -62,6 +62,7 @@ from dms_jax.model.language_model import LanguageModel
 from dms_jax.model.low_rank import LowRank
 from dms_jax.policies import Policy
 from dms_jax.training import Recipe, calibrate_queries
+from experiments.benchmarks.settings import check_numbers
 from experiments.reproduction import retrieval_lessons
 from experiments.reproduction.pieces import Piece, Results, chosen, do_pieces
 
@@ -132,11 +133,7 @@ class Config:
     """Sequences in the cache at a time."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and not value > 0:
-                raise dms_jax.ConfigError(f"--{field.name.replace('_', '-')} must be positive.")
+        check_numbers(self, may_be_zero=("seeds",))
 
 
 # -- trainings ------------------------------------------------------------------------------------

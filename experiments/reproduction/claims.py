@@ -48,7 +48,7 @@ from dms_jax.errors import DataError
 from dms_jax.evaluation import Measured, Point, difference, mean_over_seeds
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from experiments.reproduction.pictures import PICTURES
-from experiments.reproduction.records import RECORDS, RESULTS, gap, mean_of, points, rows, scores
+from experiments.reproduction.records import RESULTS, gap, mean_of, points, rows, scores
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = (
@@ -292,9 +292,8 @@ def main(config: Config) -> int:
             page.write_text(TAGGED.sub(lambda found: found["shown"], right), encoding="utf-8")
     if not config.write:
         return 1 if differs else 0
-    for name, picture in PICTURES.items():
-        if (RESULTS / RECORDS[picture.record]).exists() and picture.enough(picture.record):
-            picture.draw(RESULTS / name, picture.record)
+    for name, draw in PICTURES.items():
+        draw(RESULTS / name)
     return 0
 
 

@@ -8,22 +8,6 @@ from collections.abc import Callable
 from dms_jax.evaluation import Hyperscaling, Measured, mean_over_seeds
 from experiments.reproduction.records import mean_of, points, record, rows, scores
 
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A picture of a record.
-
-    Attributes:
-      record: name of the record.
-      draw: draws the record into a file.
-      enough: whether the record has the compared systems.
-    """
-
-    record: str
-    draw: Callable[[pathlib.Path, str], None]
-    enough: Callable[[str], bool] = lambda name: True
-
-
 COLOURS = {  # the same on every picture
     "plain": "#222222",
     "control": "#8a8a8a",
@@ -39,7 +23,7 @@ COLOURS = {  # the same on every picture
 Curves = dict[str, tuple[str, ...]]  # name -> systems
 
 
-def draw_curves(path: pathlib.Path, name: str, *, title: str, curves: Curves) -> None:
+def draw_curves(path: pathlib.Path, *, name: str, title: str, curves: Curves) -> None:
     """Draws GSM8K scores against the peak of live tokens, one curve per method.
 
     Systems missing from the record are left out.
@@ -104,7 +88,7 @@ def draw_curves(path: pathlib.Path, name: str, *, title: str, curves: Curves) ->
 
 
 def draw_frontier(
-    path: pathlib.Path, name: str, *, title: str, systems: dict[str, str], measure: str = "gsm8k"
+    path: pathlib.Path, *, name: str, title: str, systems: dict[str, str], measure: str = "gsm8k"
 ) -> None:
     """Draws votes against reads and peak, with the greedy chain of every system.
 
@@ -122,57 +106,47 @@ def draw_frontier(
     hyperscaling_figure(path, Hyperscaling({}, tuple(renamed)), title=title)
 
 
-def _frontier_of_1_5b(task: str, measure: str) -> Picture:
-    return Picture(
-        "1.5b",
-        functools.partial(
-            draw_frontier,
-            title=f"{task}, Qwen2.5-Coder-1.5B: votes (dots), one greedy chain (squares)",
-            systems={"plain": "plain", "text-3.3:0": "DMS, 3.0x"},
-            measure=measure,
-        ),
-        enough=lambda name: (
-            {"plain", "text-3.3"}
-            <= {each["system"] for each in record(name)["votes"] if each["measure"] == measure}
-        ),
+def _frontier_of_1_5b(task: str, measure: str) -> Callable[..., None]:
+    return functools.partial(
+        draw_frontier,
+        name="1.5b",
+        title=f"{task}, Qwen2.5-Coder-1.5B: votes (dots), one greedy chain (squares)",
+        systems={"plain": "plain", "text-3.3:0": "DMS, 3.0x"},
+        measure=measure,
     )
 
 
-PICTURES = {
-    "real_models/gsm8k.png": Picture(
-        "0.5b",
-        functools.partial(
-            draw_curves,
-            title="Qwen2.5-Coder-0.5B-Instruct: DMS holds a third of the tokens (nine trainings "
-            "pooled there)",
-            curves={
-                "DMS": ("nine", "low-rank@2", "low-rank-to-8@8:*", "low-rank-to-4@4:*"),
-                "KVpop": ("kvpop@2", "kvpop", "kvpop@4", "kvpop@8"),
-                "KVzap": ("kvzap@2", "kvzap", "kvzap@4", "kvzap@8"),
-                "ExpectedAttention": (
-                    *("expected-attention@2", "expected-half-more", "expected-attention"),
-                    *("expected-attention@4", "expected-attention@8"),
-                ),
-                "SnapKV": ("snapkv@2", "snapkv", "snapkv@4", "snapkv@8"),
-                "TOVA": ("tova@2", "tova-half-more", "tova", "tova@4", "tova@8"),
-                "H2O": ("h2o@2", "h2o", "h2o@4", "h2o@8"),
-                "StreamingLLM": (
-                    *("streamingllm@2", "streamingllm", "streamingllm@4", "streamingllm@8"),
-                ),
-            },
-        ),
+PICTURES: dict[str, Callable[..., None]] = {  # by path in the results: draws a record into a file
+    "real_models/gsm8k.png": functools.partial(
+        draw_curves,
+        name="0.5b",
+        title="Qwen2.5-Coder-0.5B-Instruct: DMS holds a third of the tokens (nine trainings "
+        "pooled there)",
+        curves={
+            "DMS": ("nine", "low-rank@2", "low-rank-to-8@8:*", "low-rank-to-4@4:*"),
+            "KVpop": ("kvpop@2", "kvpop", "kvpop@4", "kvpop@8"),
+            "KVzap": ("kvzap@2", "kvzap", "kvzap@4", "kvzap@8"),
+            "ExpectedAttention": (
+                *("expected-attention@2", "expected-half-more", "expected-attention"),
+                *("expected-attention@4", "expected-attention@8"),
+            ),
+            "SnapKV": ("snapkv@2", "snapkv", "snapkv@4", "snapkv@8"),
+            "TOVA": ("tova@2", "tova-half-more", "tova", "tova@4", "tova@8"),
+            "H2O": ("h2o@2", "h2o", "h2o@4", "h2o@8"),
+            "StreamingLLM": (
+                *("streamingllm@2", "streamingllm", "streamingllm@4", "streamingllm@8"),
+            ),
+        },
     ),
-    "real_models/frontier.png": Picture(
-        "0.5b",
-        functools.partial(
-            draw_frontier,
-            title="GSM8K, Qwen2.5-Coder-0.5B: votes at 0.7 (dots), one greedy chain (squares)",
-            systems={
-                "plain:8": "plain",
-                "control:8": "trained further",
-                "from-attention:8": "DMS, 3.0x",
-            },
-        ),
+    "real_models/frontier.png": functools.partial(
+        draw_frontier,
+        name="0.5b",
+        title="GSM8K, Qwen2.5-Coder-0.5B: votes at 0.7 (dots), one greedy chain (squares)",
+        systems={
+            "plain:8": "plain",
+            "control:8": "trained further",
+            "from-attention:8": "DMS, 3.0x",
+        },
     ),
     "real_models/frontier-gsm8k-1.5b.png": _frontier_of_1_5b("GSM8K", "gsm8k"),
     "real_models/frontier-math500-1.5b.png": _frontier_of_1_5b("MATH-500", "math500"),

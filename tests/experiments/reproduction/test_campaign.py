@@ -82,7 +82,7 @@ def test_pieces_leave_results_and_the_record_has_every_score(config, queues, mon
     assert claims.computed("gain tiny quest plain peak") == "+0.0 ± 0.0"
     assert claims.computed("votes tiny plain 3@0.7 gsm8k") == "0.0"
     assert claims.computed("votes-gap tiny quest 3 plain 0") == "+0.0 ± 0.0"
-    claims.PICTURES["real_models/gsm8k.png"].draw(config.out / "drawn.png", "tiny")
+    claims.PICTURES["real_models/gsm8k.png"](config.out / "drawn.png", name="tiny")
     assert (config.out / "drawn.png").stat().st_size > 0
     points = records.points("tiny", ("plain",))
     assert points.has_greedy("plain")
