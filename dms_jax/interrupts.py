@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from dms_jax.devices import fits_device
@@ -47,13 +47,13 @@ class Working:
 
 
 @contextlib.contextmanager
-def keep_finished(done: Callable[[], Mapping[int, Any]]) -> Iterator[None]:
+def keep_finished(done: Callable[[], Any]) -> Iterator[None]:
     """Attaches `done()` as `finished` to any exception that is raised inside the context."""
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(AttributeError):  # an exception may not accept attributes
-            error.finished = dict(done())  # pyright: ignore[reportAttributeAccessIssue]
+            error.finished = done()  # pyright: ignore[reportAttributeAccessIssue]
         raise
 
 

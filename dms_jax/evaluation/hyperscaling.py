@@ -35,10 +35,11 @@ from dms_jax.evaluation.journal import model_mark, write_files
 from dms_jax.evaluation.prompting import Chat, answer_limit
 from dms_jax.evaluation.questions import Judge, PerChain, Questions
 from dms_jax.evaluation.serving import Serving
-from dms_jax.evaluation.statistics import METHODS, Method, majority, pass_at
+from dms_jax.evaluation.statistics import METHODS, Method, pass_at, vote_scores
 from dms_jax.evaluation.traces import Answer, Chain, cut, depends_on_length
 from dms_jax.generation import Sampling
 from dms_jax.generation.requests import check_call
+from dms_jax.interrupts import keep_finished
 from dms_jax.json_text import json_text
 from dms_jax.model.language_model import LanguageModel, check_model
 from dms_jax.policies import Policy, Vanilla
@@ -131,20 +132,17 @@ def hyperscale(
     )
     plan.check_lengths()
     points: list[Point] = []
-    result = None
-    try:
-        for system in plan.systems:
-            for point in plan.points(system):
-                points.append(point)
-        result = plan.result(points)
-        plan.write(result)
-    except BaseException as error:
-        if result is None:
+    with keep_finished(lambda: plan.result(points)):
+        try:
+            for system in plan.systems:
+                for point in plan.points(system):
+                    points.append(point)
+        except BaseException:
             with contextlib.suppress(DataError):  # the interrupting exception matters more
                 plan.write(plan.result(points))
-        with contextlib.suppress(AttributeError):  # an exception may not accept attributes
-            error.finished = plan.result(points)  # pyright: ignore[reportAttributeAccessIssue]
-        raise
+            raise
+        result = plan.result(points)
+        plan.write(result)
     return result  # the written one, which has computed its gains
 
 
@@ -197,13 +195,12 @@ class Sample:
             return pass_at(self.scores, chains)
         if method == "single":
             return self.scores[:, : groups * chains].mean(1)
-        total = np.zeros(len(self.answers))
-        for first in range(0, groups * chains, chains):
-            for problem, answers in enumerate(self.answers):
-                winner = majority(answers[first : first + chains])
-                if winner is not None:
-                    total[problem] += self.answer_scores[problem, first + winner]
-        return total / groups
+        parts = [slice(first, first + chains) for first in range(0, groups * chains, chains)]
+        votes = [
+            vote_scores([own[part] for own in self.answers], self.answer_scores[:, part])
+            for part in parts
+        ]
+        return np.mean(votes, axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

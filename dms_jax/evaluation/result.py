@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from dms_jax.evaluation.statistics import Measured, majority, mean_over_problems
+from dms_jax.evaluation.statistics import Measured, mean_over_problems, vote_scores
 
 Chains = Float[np.ndarray, "problems chains"]
 
@@ -66,12 +66,7 @@ class Result:
     @property
     def voted(self) -> Measured:
         """Mean score of the majority vote of the chains."""
-        winners = map(majority, self.answers)
-        scores = [
-            0.0 if winner is None else self.answer_scores[problem, winner]
-            for problem, winner in enumerate(winners)
-        ]
-        return mean_over_problems(np.asarray(scores, np.float64)[:, None])
+        return mean_over_problems(vote_scores(self.answers, self.answer_scores)[:, None])
 
     @property
     def best(self) -> Measured:

@@ -117,6 +117,20 @@ def majority(answers: Sequence[str | None]) -> int | None:
     return answers.index(votes.most_common(1)[0][0]) if votes else None
 
 
+def vote_scores(
+    answers: Sequence[Sequence[str | None]], scores: Float[np.ndarray, "problems chains"]
+) -> Float[np.ndarray, " problems"]:
+    """Score of each problem's majority vote; 0 if no chain answered.
+
+    Args:
+      answers: the answer of each chain of each problem; None if it gave none.
+      scores: score of each of these answers.
+    """
+    winners = map(majority, answers)
+    pairs = zip(scores, winners, strict=True)
+    return np.asarray([0.0 if won is None else own[won] for own, won in pairs], np.float64)
+
+
 def pass_at(
     scores: Float[np.ndarray, "problems chains"], count: int
 ) -> Float[np.ndarray, " problems"]:

@@ -105,36 +105,16 @@ def test_points_equal_single_evaluations(whole, name, policy):
             chex.assert_trees_all_close(point.reads[index], alone.reads.sum(1) / groups)
             chex.assert_trees_all_close(point.peak[index], alone.peak.sum(1) / groups)
             chex.assert_trees_all_close(point.scores["single"][index], alone.scores.mean(1))
+        # pass@1 of three chains is their mean.
+        one = find(whole, name, length, 1)
+        chex.assert_trees_all_close(one.scores["pass"][index], alone.scores.mean(1), rtol=1e-12)
         assert find(whole, name, length, 3).scores["vote"][index].mean() == alone.voted.value
         own = np.where(np.not_equal(alone.answers, None), alone.answer_scores, 0)
-        chex.assert_trees_all_close(
-            find(whole, name, length, 1).scores["vote"][index], own.mean(1), rtol=1e-12
-        )
+        chex.assert_trees_all_close(one.scores["vote"][index], own.mean(1), rtol=1e-12)
         point = find(whole, name, length, 3)
+        chex.assert_trees_all_close(point.scores["pass"][index], alone.scores.max(1))
         assert point.policy == policy.to_dict()
         assert point.accuracy("single").value == point.scores["single"].mean()
-
-
-def test_pass_at_w(whole):
-    """pass@1 of three chains is their mean."""
-    task = Thirds()
-    problems = task.problems("test", 4)
-    for index, seed in enumerate((0, 1)):
-        state = [np.random.SeedSequence([seed, i]).generate_state(3) for i in range(4)]
-        sampling = dataclasses.replace(
-            SAMPLING,
-            max_new_tokens=5,
-            seed=[int(each) for own in state for each in own],
-        )
-        prompts = [problem.prompt for problem in problems for _ in range(3)]
-        out = dms_jax.generate(stories(), prompts, sampling=sampling, page_size=64, chunk=4)
-        for i, problem in enumerate(problems):
-            own = out.completions[3 * i : 3 * i + 3]
-            scores = [task.score(problem, done.text) for done in own]
-            assert find(whole, "vanilla", 5, 3).scores["pass"][index, i] == max(scores)
-            assert find(whole, "vanilla", 5, 1).scores["pass"][index, i] == pytest.approx(
-                np.mean(scores)
-            )
 
 
 def test_one_run_serves_all_lengths_and_chains(queues, whole):
