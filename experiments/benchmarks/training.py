@@ -1,12 +1,13 @@
 """Times whole training steps: real model shapes, random weights and tokens, one to several GPUs.
 
 Each case is a retrofit by distillation (an adapter of DMS, passes in bfloat16) with a shape, a
-length, the weights that are trained, and a mesh of (data, sequence, model) devices. Cases that
-differ only in `data` or `model` have equal tokens per device; `sequence` splits existing tokens.
-Reports tokens a second, the share of the devices' peak (model operations: neither recomputation nor
-padding counts), the memory that the compiler plans for the step beside the device's peak in the
-process so far (the step's own peak only if no earlier case took more), and the kernels of one step
-by family. Figures are written before the profiled step.
+length, the weights that are trained, and a mesh of (data, sequence, model) devices; "1b+text" has
+the loss on the text alone, without the teacher's pass. Cases that differ only in `data` or `model`
+have equal tokens per device; `sequence` splits existing tokens. Reports tokens a second, the share
+of the devices' peak (model operations: neither recomputation nor padding counts), the memory that
+the compiler plans for the step beside the device's peak in the process so far (the step's own peak
+only if no earlier case took more), and the kernels of one step by family. Figures are written
+before the profiled step.
 
     python -m experiments.benchmarks.training --cases 1b 1b+data2 1b+model2 --out runs/training.json
     python -m experiments.benchmarks.training --cases 1b 1b+data4 1b+data8 1b+data2+model4 8b \
@@ -56,6 +57,7 @@ class Case:
     model: int = 1
     remat: str = "all_but_attention"
     packed: bool = False
+    loss: Literal["distillation", "language_modeling"] = "distillation"
 
     @property
     def devices(self) -> int:
@@ -70,6 +72,7 @@ CASES: dict[str, Case] = {
     "1b-32k": dataclasses.replace(BASE, length=32768, sequences=1),
     "1b-64k": dataclasses.replace(BASE, length=65536, sequences=1),
     "0.5b": SMALL,
+    "1.5b": dataclasses.replace(SMALL, shape="qwen2.5-1.5b"),
     "8b": LARGE,
     "8b-all": dataclasses.replace(LARGE, trainable="all"),
     "8b-32k": dataclasses.replace(LARGE, length=32768),
@@ -85,6 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "products": {"remat": "all_but_products"},
     "everything": {"remat": "everything"},
     "double": {"sequences": 8},
+    "text": {"loss": "language_modeling"},  # without the teacher
     # Axes of the mesh: "1b+data2+model4" is for 8 devices.
     **{f"{axis}{n}": {axis: n} for axis in ("data", "sequence", "model") for n in (2, 4, 8)},
 }
@@ -129,6 +133,7 @@ def recipe_of(case: Case) -> Recipe:
         micro_batch_size=case.sequences,
         trainable=case.trainable,
         remat=case.remat,
+        loss=case.loss,
     )
     return Recipe(**options)
 
