@@ -111,7 +111,7 @@ def _frontier_of_1_5b(task: str, measure: str) -> Callable[..., None]:
         draw_frontier,
         name="1.5b",
         title=f"{task}, Qwen2.5-Coder-1.5B: votes (dots), one greedy chain (squares)",
-        systems={"plain": "plain", "text-3.3:0": "DMS, 3.0x"},
+        systems={"plain": "plain", "text-3.3:*": "DMS, 3.0x"},
         measure=measure,
     )
 
