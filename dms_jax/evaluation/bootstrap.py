@@ -13,6 +13,7 @@ too small, by half for two seeds). With one seed the second term is left out.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -40,10 +41,16 @@ class Trial:
 
 
 def measured_average_gain(
-    left: Sequence[Trial], right: Sequence[Trial], *, resamples: int = RESAMPLES, seed: int = 0
+    left: Sequence[Trial],
+    right: Sequence[Trial],
+    *,
+    at_least: float = 0.0,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> Measured | None:
     """Mean gap between two frontiers with its standard error; None if they share no budgets.
 
+    Smaller budgets than `at_least` are left out.
     Resamples that share no budgets are left out; the error is unknown (NaN) for a single problem,
     or if more than half of the resamples are left out.
 
@@ -56,31 +63,32 @@ def measured_average_gain(
     if not left or not right:
         return None
     seeds, problems = shapes.pop()
-    (value,) = _gains(left, right, np.full((1, seeds, problems), 1 / (seeds * problems)))
+    gains = functools.partial(_gains, left, right, at_least)
+    (value,) = gains(np.full((1, seeds, problems), 1 / (seeds * problems)))
     if value is None:
         return None
     if problems == 1:
         return Measured(value, math.nan)
     rng = np.random.default_rng(seed)
-    error = _spread(left, right, _shares(problems, resamples, rng)[:, None, :] / seeds)
+    shape = (resamples, seeds, problems)
+    by_problems = _shares(problems, resamples, rng)[:, None, :] / seeds
+    error = _spread(gains(np.broadcast_to(by_problems, shape)))
     if seeds > 1:
         by_seeds = _shares(seeds, resamples, rng)[:, :, None] / problems
-        error = math.hypot(error, _spread(left, right, by_seeds))
+        error = math.hypot(error, _spread(gains(np.broadcast_to(by_seeds, shape))))
     return Measured(value, error)
 
 
-def _spread(
-    left: Sequence[Trial], right: Sequence[Trial], weights: Float[np.ndarray, " draws #s #p"]
-) -> float:
+def _spread(gains: Sequence[float | None]) -> float:
     """Standard deviation of the gain over draws."""
-    shape = (len(weights), *left[0].scores.shape)
-    gains = [g for g in _gains(left, right, np.broadcast_to(weights, shape)) if g is not None]
-    return float(np.std(gains, ddof=1)) if len(gains) > len(weights) / 2 else math.nan
+    known = [gain for gain in gains if gain is not None]
+    return float(np.std(known, ddof=1)) if len(known) > len(gains) / 2 else math.nan
 
 
 def _gains(
     left: Sequence[Trial],
     right: Sequence[Trial],
+    at_least: float,
     weights: Float[np.ndarray, "draws seeds problems"],
 ) -> list[float | None]:
     """The average gain under each weighting of the seeds and problems."""
@@ -89,7 +97,9 @@ def _gains(
         for own in (left, right)
     ]
     return [
-        average_gain(*(list(zip(x[draw], y[draw], strict=True)) for x, y in systems))
+        average_gain(
+            *(list(zip(x[draw], y[draw], strict=True)) for x, y in systems), at_least=at_least
+        )
         for draw in range(len(weights))
     ]
 

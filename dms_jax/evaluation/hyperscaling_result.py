@@ -111,7 +111,7 @@ class Hyperscaling:
     points: tuple[Point, ...]
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[str, str, Axis, Method], Measured | None]:
+    def _known(self) -> dict[tuple[str, str, Axis, Method, float], Measured | None]:
         """Cache of average gains, because a bootstrap is slow."""
         return {}
 
@@ -149,23 +149,30 @@ class Hyperscaling:
         return tuple(points[each] for each in frontier(list(points)))
 
     def average_gain(
-        self, left: str, right: str, axis: Axis = "reads", method: Method = "vote"
+        self,
+        left: str,
+        right: str,
+        axis: Axis = "reads",
+        method: Method = "vote",
+        *,
+        at_least: float = 0.0,
     ) -> Measured | None:
         """Mean gap between the frontiers of two systems over the budgets that both cover.
 
-        The error is that of a paired bootstrap over problems and seeds (`bootstrap`). None if the
-        systems share no budgets, or one of them has no greedy point.
+        Smaller budgets than `at_least` are left out. The error is that of a paired bootstrap over
+        problems and seeds (`bootstrap`). None if the systems share no budgets, or one of them has
+        no greedy point.
         """
         _check(axis, method)
         if not (self.has_greedy(left) and self.has_greedy(right)):
             return None
-        key = (left, right, axis, method)
+        key = (left, right, axis, method, at_least)
         if key not in self._known:
             trials = [
                 [Trial(getattr(point, axis), point.scores[method]) for point in self.of(system)]
                 for system in (left, right)
             ]
-            self._known[key] = measured_average_gain(*trials)
+            self._known[key] = measured_average_gain(*trials, at_least=at_least)
         return self._known[key]
 
     # -- tables -----------------------------------------------------------------------------------

@@ -28,10 +28,11 @@ def frontier(points: Points) -> list[tuple[Number, Number]]:
     return best
 
 
-def average_gain(left: Points, right: Points) -> float | None:
+def average_gain(left: Points, right: Points, *, at_least: float = 0.0) -> float | None:
     """Mean gap between two frontiers over the budgets that both cover; None if there are none.
 
-    A frontier stays at its best accuracy up to the system's largest measured budget.
+    Smaller budgets than `at_least` are left out. A frontier stays at its best accuracy up to the
+    system's largest measured budget.
     """
     curves = []
     for points in (left, right):
@@ -42,7 +43,7 @@ def average_gain(left: Points, right: Points) -> float | None:
         if largest > curve[-1][0]:
             curve.append((largest, curve[-1][1]))
         curves.append(np.asarray(curve, np.float64))
-    start = max(curve[0, 0] for curve in curves)
+    start = max(at_least, *(curve[0, 0] for curve in curves))
     end = min(curve[-1, 0] for curve in curves)
     if start >= end:
         return None

@@ -18,6 +18,8 @@ formula in its place:
     times RECORD SYSTEM SYSTEM MEASURE [peak | reads]   how much more the second has
     gain RECORD SYSTEM SYSTEM reads|peak [MEASURE]      average gain of votes over the best decoding
                                            of the second
+    gain-from RECORD SYSTEM SYSTEM reads|peak TIMES [MEASURE]      the same, from so many times the
+                                           budget of the second's longest greedy chain on
     sampled RECORD SYSTEM SYSTEM AXIS      the same without greedy points: misleading
     votes RECORD SYSTEM CHAINS [MEASURE]   score of the vote of so many chains ("9", or "9@0.7" if
                                            there are several temperatures); 0 chains: greedy
@@ -80,11 +82,19 @@ class Config:
 # -- formulas -------------------------------------------------------------------------------------
 
 
-def _gain(name: str, left: str, right: str, axis: Any, *measure: str) -> Measured:
-    found = points(name, (right, left), *measure).average_gain(left, right, axis)
+def _gain(
+    name: str, left: str, right: str, axis: Any, *measure: str, at_least: float = 0.0
+) -> Measured:
+    whole = points(name, (right, left), *measure)
+    found = whole.average_gain(left, right, axis, at_least=at_least)
     if found is None:
         raise DataError(f"{left} and {right} of {name} share no budget, or lack a greedy point.")
     return found
+
+
+def _gain_from(name: str, left: str, right: str, axis: Any, times: str, *measure: str) -> Measured:
+    greedy = _point(name, right, "0", *measure).budget(axis)
+    return _gain(name, left, right, axis, *measure, at_least=float(times) * greedy)
 
 
 def _sampled(name: str, left: str, right: str, axis: str, *measure: str) -> Measured:
@@ -169,6 +179,7 @@ MEASURED: dict[str, Callable[..., Measured]] = {
     "gap": gap,
     "lost": lambda *words: _negative(gap(*words)),
     "gain": _gain,
+    "gain-from": _gain_from,
     "sampled": _sampled,
     "votes-gap": _votes_gap,
 }

@@ -119,6 +119,11 @@ def test_average_gain_integrates_linear_frontiers():
     assert average_gain([(0, 0.0), (1, 1.0), (2, 0.3)], [(0, 0.0), (2, 0.0)]) == pytest.approx(0.75)
     assert average_gain([(1, 0.1), (2, 0.2)], [(3, 0.1), (4, 0.2)]) is None
     assert average_gain([], [(1, 0.5)]) is None
+    # From a budget on; one below the common budgets leaves out nothing.
+    both = [(1, 0.0), (3, 1.0)], [(2, 0.5), (4, 0.5)]
+    assert average_gain(*both, at_least=2.5) == pytest.approx(0.375)
+    assert average_gain(*both, at_least=1.5) == pytest.approx(0.25)
+    assert average_gain(*both, at_least=3) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
