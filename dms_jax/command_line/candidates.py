@@ -1,6 +1,7 @@
 """Compare several policies on the same problems or text: parse them, and print the table."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ def table(results: Mapping[str, Evaluated], title: str) -> Table:
     for name in rows[next(iter(rows))]:
         shown.add_column(name, justify="right", no_wrap=True)
     for name, cells in rows.items():
-        shown.add_row(name.replace(",", ", "), *cells.values())
+        shown.add_row(re.sub(r",(?=\S)", ", ", name), *cells.values())
     return shown
 
 

@@ -201,6 +201,6 @@ def test_names_wrap_between_options(monkeypatch):
     cells |= {"reads/token": "83.6", "kB": "161"}
     monkeypatch.setattr("dms_jax.command_line.candidates._cells", lambda result, first: cells)
     console = Console(file=io.StringIO(), width=80)
-    console.print(table({"StreamingLLM,compression_ratio=4": None}, "text"))
+    console.print(table({"DMS, 4x": None, "StreamingLLM,compression_ratio=4": None}, "text"))
     lines = [line.split("  ")[0].strip() for line in console.file.getvalue().splitlines()]
-    assert lines[-3:-1] == ["StreamingLLM,", "compression_ratio=4"]
+    assert lines[-4:-1] == ["DMS, 4x", "StreamingLLM,", "compression_ratio=4"]
