@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -264,11 +265,13 @@ def test_held_out_prompts_are_not_trained_on(stories, tmp_path):
     rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     config = dataclasses.replace(TINY, prompts=path, questions=2, held_out=2)
-    with pytest.warns(UserWarning, match="3 prompts are the same as one of the 2 that are held"):
+    with warnings.catch_warnings(action="error"):  # others take their place
         questions = reading.read_questions(config, stories)
     assert (questions.training, questions.held_out) == ((3, 4), range(5, 7))
     held_out = [questions.tokens[number] for number in questions.held_out]
     assert not [number for number in questions.training if questions.tokens[number] in held_out]
+    with pytest.warns(UserWarning, match="2 of the 3 prompts asked for are left .* 3 are the same"):
+        reading.read_questions(dataclasses.replace(config, questions=3), stories)
     path.write_text((json.dumps({"prompt": "One day"}) + "\n") * 3)
     with pytest.raises(dms_jax.ConfigError, match=r"leaves none to train on \(1 of the others"):
         reading.read_questions(config, stories)
