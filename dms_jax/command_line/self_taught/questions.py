@@ -148,7 +148,7 @@ def _records(path: pathlib.Path) -> list[Record]:
 def _none_left(config: SelfTaught, records: list[Record], also: str = "") -> dms_jax.ConfigError:
     return dms_jax.ConfigError(
         f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
-        f"{config.held_out} leaves none to train on{also}."
+        f"{config.held_out} leaves none to train on{also}. Give more prompts, or --held-out fewer."
     )
 
 
