@@ -87,7 +87,7 @@ class OutOfMemoryError(CapacityError):
 
 
 class BusyError(DmsJaxError):
-    """An engine or a conversation was called while it was answering another call."""
+    """An engine was called while it was answering another call."""
 
 
 class DataError(DmsJaxError):

@@ -115,11 +115,11 @@ def generate_cases(model: dms_jax.LanguageModel) -> dict[str, Case]:
         "a single list of ids": data("one list of token ids goes into", prompts=[1, 2, 3]),
         "a single chat": data("one chat is a list of messages", prompts=chat),
         "prompts none": data("Give a list of prompts, got None", prompts=None),
-        "quest budget below a page": case(
+        "quest budget of one page": case(
             "ConfigError",
-            "a budget of 32 tokens is less than one page of 64",
-            "raise the budget",
-            policy=dms_jax.Quest(budget=32),
+            "a budget of 64 tokens holds no page of 64 beside the last page",
+            "raise the budget to 128",
+            policy=dms_jax.Quest(budget=64),
         ),
         "an option of engines alone": case(
             "ConfigError", "generate has no option num_lanes; it has chunk", num_lanes=8

@@ -1,12 +1,11 @@
 """Figure of `hyperscale`: score against reads and against peak tokens, with each system's frontier.
 
 The budgets are on logarithmic axes with plain numbers. Faint dots are points below their system's
-frontier; the line joins the frontier, with the system's name at its end. Squares are greedy
+frontier; the line joins the frontier, with the system's name on its right. Squares are greedy
 answers; a system without one is dashed and labelled.
 matplotlib is imported where it is used.
 """
 
-import math
 import pathlib
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ _TITLES: dict[Axis, str] = {
     "reads": "KV reads a problem, all chains",
     "peak": "peak tokens of a problem, all chains",
 }
+_LEGEND = "squares: one greedy answer; dots: sampled answers; faint: below the system's frontier"
 
 
 def hyperscaling_figure(
@@ -45,6 +45,7 @@ def hyperscaling_figure(
     )
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     figure.suptitle(title)
+    figure.supxlabel(_LEGEND, fontsize="small")
     for axes, axis in zip(figure.subplots(1, 2, sharey=True), AXES, strict=True):
         ends = []
         for system, colour in zip(result.systems, _COLOURS, strict=False):
@@ -84,29 +85,21 @@ def hyperscaling_figure(
         _plain_log(axes, [point.budget(axis) for point in result.points])
         axes.set_xlabel(_TITLES[axis])
         axes.grid(alpha=0.2)
-        low, high = axes.get_ylim()
-        heights = label_heights(ends, 0.05 * (high - low))
-        for system, colour, (x, _), y in zip(result.systems, _COLOURS, ends, heights, strict=False):
-            name = system if result.has_greedy(system) else f"{system}\n(no greedy point recorded)"
-            axes.annotate(
-                name,
-                (x, y),
-                (6, 0),
-                textcoords="offset points",
-                color=colour,
-                va="center",
-                bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1),
-            )
+        names = [
+            system if result.has_greedy(system) else f"{system}\n(no greedy point recorded)"
+            for system in result.systems
+        ]
+        name_lines(axes, names, _COLOURS, ends)
     figure.axes[0].set_ylabel(f"score by {method}, %")
     figure.savefig(path, dpi=130)
 
 
 def _plain_log(axes, budgets: Sequence[float]) -> None:
-    """A logarithmic axis with ticks such as 200, 500, 1,000, and room for names on the right."""
+    """A logarithmic axis with ticks such as 200, 500, 1,000."""
     axes.set_xscale("log")
     known = [budget for budget in budgets if budget > 0] or [1]
     low, high = min(known), max(known)
-    axes.set_xlim(low / 1.2, high * (high / low) ** 0.2 * 1.2)
+    axes.set_xlim(low / 1.2, high * 1.2)
     wide = high / low > 100
     steps = [digit * 10**power for power in range(12) for digit in ((1,) if wide else (1, 2, 5))]
     ticks = [step for step in steps if low / 1.2 <= step <= high * 1.2]
@@ -114,21 +107,43 @@ def _plain_log(axes, budgets: Sequence[float]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def label_heights(ends: Sequence[tuple[Number, Number]], gap: Number) -> list[Number]:
-    """Returns the height of each line's label: the line's end, or lower if another is too close.
+def name_lines(
+    axes, names: Sequence[str], colours: Sequence[str], ends: Sequence[tuple[Number, Number]]
+) -> None:
+    """Writes the names of lines in a column on the right of the axes, where they hide no point.
 
     Args:
-      ends: (x, y) of the last point of each line; those further apart than a factor of 3 in x do
-        not collide.
-      gap: the least distance between labels that begin near each other.
-
-    # In: (5, 90), (5, 89), (1, 90), gap 5  Out: [90, 85, 90]
+      axes: matplotlib's; its limits are final.
+      names: of the lines.
+      colours: of the lines; there may be more.
+      ends: (x, y) of the last point of each line, from which a dotted line leads to the name.
     """
-    placed: list[tuple[Number, Number]] = []
+    low, high = axes.get_ylim()
+    heights = label_heights([y for _, y in ends], 0.06 * (high - low))
+    for name, colour, end, height in zip(names, colours, ends, heights, strict=False):
+        axes.annotate(
+            name,
+            end,
+            (1.02, height),
+            textcoords=axes.get_yaxis_transform(),
+            color=colour,
+            va="center",
+            annotation_clip=False,
+            arrowprops=dict(arrowstyle="-", color=colour, linestyle=":", shrinkA=0, shrinkB=4),
+        )
+
+
+def label_heights(ends: Sequence[Number], gap: Number) -> list[Number]:
+    """Returns the height of each line's label: that of the line's end, or lower below another.
+
+    Args:
+      ends: height of the last point of each line.
+      gap: the least distance between labels.
+
+    # In: 90, 89, 20, gap 5  Out: [90, 85, 20]
+    """
     heights: list[Number] = [0.0] * len(ends)
-    for index in sorted(range(len(ends)), key=lambda index: -ends[index][1]):
-        x, y = ends[index]
-        near = [other for at, other in placed if abs(math.log(x / at)) < math.log(3)]
-        heights[index] = min([y, *(other - gap for other in near)])
-        placed.append((x, heights[index]))
+    above = float("inf")
+    for index in sorted(range(len(ends)), key=lambda index: -ends[index]):
+        above = heights[index] = min(ends[index], above - gap)
     return heights

@@ -137,7 +137,9 @@ def read_adapter(path: str | pathlib.Path) -> Adapter:
     """
     directory = expanded(path, "the path of an adapter must be a directory")
     if not is_directory(directory):
-        raise CheckpointError(f"there is no directory {directory} of an adapter")
+        raise CheckpointError(
+            f"there is no directory {directory} of an adapter; one holds {ADAPTER_CONFIG}"
+        )
     fields = read_json(directory, ADAPTER_CONFIG)
     if fields is None:
         hint = f"; the directory of an adapter holds {ADAPTER_CONFIG} and {ADAPTER_TENSORS}"

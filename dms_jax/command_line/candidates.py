@@ -1,6 +1,7 @@
 """Compare several policies on the same problems or text: parse them, and print the table."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,12 +124,12 @@ def table(results: Mapping[str, Evaluated], title: str) -> Table:
     """Returns a table with a row for each result, compared with the first."""
     first = next(iter(results.values()))
     shown = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    shown.add_column("policy", overflow="fold")
+    shown.add_column("policy", overflow="fold")  # wraps between options first
     rows = {name: _cells(result, first) for name, result in results.items()}
     for name in rows[next(iter(rows))]:
         shown.add_column(name, justify="right", no_wrap=True)
     for name, cells in rows.items():
-        shown.add_row(name, *cells.values())
+        shown.add_row(re.sub(r",(?=\S)", ", ", name), *cells.values())
     return shown
 
 
@@ -159,9 +160,7 @@ def _cells(result: Evaluated, first: Evaluated) -> dict[str, str]:
 
 def _written(figure: Measured, form: str) -> str:
     known = np.isfinite(figure.error)
-    return (
-        f"{figure.value:{form}} ±{format(figure.error, form.lstrip('+')) if known else 'unknown'}"
-    )
+    return f"{figure.value:{form}} ±{format(figure.error, form.lstrip('+')) if known else '?'}"
 
 
 def show(console: Console, results: Mapping[str, Evaluated], task: str) -> None:

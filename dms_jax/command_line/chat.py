@@ -26,6 +26,7 @@ import dms_jax
 from dms_jax.checks import Count, check
 from dms_jax.command_line.generating import Generating
 from dms_jax.command_line.writing import AnswerWriter
+from dms_jax.errors import TooLongError
 from dms_jax.generation import Completion, Engine, Update
 from dms_jax.generation.answer_readers import PLAIN, AnswerForm
 from dms_jax.generation.answers import Answer, answer_form, with_shown_markers
@@ -84,7 +85,15 @@ def main(config: Config, lines: Iterable[str] | None = None) -> list[Completion]
         else:
             prompt, form = [*tokens, *encode_prompt(model, line, continuing=bool(tokens))], PLAIN
         seed = config.seed + len(turns)
-        completion = answer(console, engine, prompt, form, dataclasses.replace(sampling, seed=seed))
+        seeded = dataclasses.replace(sampling, seed=seed)
+        try:
+            completion = answer(console, engine, prompt, form, seeded)
+        except TooLongError as error:
+            if not turns:
+                raise
+            raise TooLongError(
+                f"The conversation is full after {len(turns)} answers; start a new one. {error}"
+            ) from error
         if completion is None:
             del messages[-1:]
             continue

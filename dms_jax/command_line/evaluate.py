@@ -69,7 +69,8 @@ from dms_jax.evaluation import (
     Serving,
     evaluate,
     perplexity,
-    summary_table,
+    summary_rows,
+    terminal_table,
 )
 
 SERVING = Serving()
@@ -341,10 +342,10 @@ def describe(config: Config, result: Evaluated) -> None:
             rows = [{"label": config.task, **found}]
             if len(result.tasks) > 1:
                 rows += [{"label": each, **result.of_task(each).to_dict()} for each in result.tasks]
-            print(summary_table(rows))
+            title = f"{name}: {result.seconds:.1f} s with compilation"
+            Console().print(terminal_table(summary_rows(rows), title=title, numbers=True))
             print(
-                f"\n{name}: {result.seconds:.1f} s with compilation"
-                "\nIn percent, ± one standard error clustered by problem. peak, reads: tokens of"
+                "In percent, ± one standard error clustered by problem. peak, reads: tokens of"
                 "\nall chains of a problem, averages over layers and heads. ratio: tokens seen"
                 "\nover live ones."
             )

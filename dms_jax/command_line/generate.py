@@ -237,6 +237,7 @@ def main(config: Config) -> Generation:
     console.print(
         f"KV reads: entries read by the decode steps. {told}\n"
         "All are averages over layers and heads. ratio: tokens seen over live ones.\n"
+        f"cache kB: whole pages, of {config.page_size} tokens each, and the policy's state.\n"
         f"Attention in {decoding}."
     )
     return generation

@@ -8,7 +8,7 @@ r"""Compare systems over lengths of answers and numbers of chains, at equal read
 A small setting that takes about a minute on two idle CPU cores:
 
     dms-jax hyperscale --task words --problems 8 --lengths 192 320 \
-        --chains 1 3 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
+        --chains 1 9 --systems Vanilla DMS,model=reasoner-11m-dms,ratio=8
 
 Problems are generated from seeds or read from a file, as in `dms-jax evaluate`. With `--out` each
 answer is written when it ends, and the same call resumes after the stored answers.
@@ -38,7 +38,14 @@ from dms_jax.command_line.options import (
 )
 from dms_jax.command_line.reports import can_draw, make_folder, provenance, write_json, write_text
 from dms_jax.data.tasks import Split
-from dms_jax.evaluation import SAMPLING, Hyperscaling, Method, Serving, System
+from dms_jax.evaluation import (
+    SAMPLING,
+    Hyperscaling,
+    Method,
+    Serving,
+    System,
+    terminal_table,
+)
 
 SERVING = Serving()
 CALL = inspect.signature(dms_jax.hyperscale).parameters
@@ -135,11 +142,15 @@ def main(config: Config) -> Hyperscaling:
         out=config.out,
         progress=True,
     )
-    Console(width=None if sys.stdout.isatty() else 200).print(result.rich_table(config.method))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(result.rich_table(config.method))
     print(
-        f"\nGains between frontiers by {config.method}, averaged over the budgets that both"
-        f"\ncover, greedy points included:\n\n{result.gains_table(config.method)}\n"
-        "\nIn percent, ± one standard error. reads, peak: tokens of all chains of a"
+        f"Gains between frontiers by {config.method}, averaged over the budgets that both\ncover, "
+        "greedy points included:"
+    )
+    console.print(terminal_table(result.gain_rows(config.method)))
+    print(
+        "In percent, ± one standard error. reads, peak: tokens of all chains of a"
         "\nproblem, averages over layers and heads. L-W-CR@T: longest answer, chains,"
         "\nnominal ratio, temperature. --out keeps the scores by every method."
     )

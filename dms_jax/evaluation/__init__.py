@@ -8,7 +8,13 @@ from dms_jax.evaluation.likelihood import Likelihood, encode_pair, likelihoods
 from dms_jax.evaluation.pareto import average_gain, frontier
 from dms_jax.evaluation.perplexity import Perplexity, perplexity
 from dms_jax.evaluation.prompting import Chat
-from dms_jax.evaluation.result import Result, percent, summary_table
+from dms_jax.evaluation.result import (
+    Result,
+    percent,
+    summary_rows,
+    summary_table,
+    terminal_table,
+)
 from dms_jax.evaluation.serving import Serving
 from dms_jax.evaluation.statistics import (
     METHODS,
@@ -53,5 +59,7 @@ __all__ = [
     "percent",
     "perplexity",
     "standard_error",
+    "summary_rows",
     "summary_table",
+    "terminal_table",
 ]

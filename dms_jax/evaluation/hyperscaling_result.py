@@ -16,14 +16,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
-from rich.box import SIMPLE
-from rich.markup import escape
 from rich.table import Table
 
 from dms_jax.checks import check, require
 from dms_jax.evaluation.bootstrap import Trial, measured_average_gain
 from dms_jax.evaluation.pareto import frontier
-from dms_jax.evaluation.result import markdown_table, percent
+from dms_jax.evaluation.result import markdown_table, percent, terminal_table
 from dms_jax.evaluation.statistics import METHODS, Measured, Method, mean_over_seeds
 
 Axis = Literal["reads", "peak"]
@@ -223,12 +221,8 @@ class Hyperscaling:
 
     def rich_table(self, method: Method = "vote") -> Table:
         """The points by one method, for a terminal of 80 columns; see `rows`."""
-        heads, *rows = self.rows(method, [method])
         caption = f"percent ± one standard error; * on the system's frontier by {method}"
-        table = Table(*heads, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
-        for row in rows:
-            table.add_row(*map(escape, row))
-        return table
+        return terminal_table(self.rows(method, [method]), caption=caption)
 
     def to_dict(self, method: Method = "vote") -> dict[str, Any]:
         """Returns points, frontiers and gains as JSON data.

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from rich.box import SIMPLE
+from rich.markup import escape
+from rich.table import Table
 
 from dms_jax.evaluation.statistics import Measured, mean_over_problems, vote_scores
 
@@ -159,19 +162,24 @@ class Result:
 
 
 def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of results (`Result.to_dict`), each with a "label".
+    """A Markdown table of results; see `summary_rows`."""
+    return markdown_table(summary_rows(rows), numbers=True)
 
-    Scores in percent with one standard error clustered by problem; tokens per problem.
+
+def summary_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The cells of a table of results (`Result.to_dict`), each with a "label"; headings first.
+
+    Scores in percent with one standard error clustered by problem; tokens per problem. Votes are
+    left out if every problem has one answer.
     """
-    table = [["", "one chain", "vote", "pass@all", "peak", "reads", "ratio", "new tokens", "ended"]]
+    voted = any(row["chains"] > 1 for row in rows)
+    votes = ["vote", "pass@all"] if voted else []
+    table = [["", "one chain", *votes, "peak", "reads", "ratio", "new", "ended"]]
     for row in rows:
-        voted = "" if row["chains"] == 1 else percent(row["voted"])
-        best = "" if row["chains"] == 1 else percent(row["best"])
         cells = [
             str(row["label"]),
             percent(row["accuracy"]),
-            voted,
-            best,
+            *([percent(row["voted"]), percent(row["best"])] if voted else []),
             f"{row['peak']:,.0f}",
             f"{row['reads']:,.0f}",
             f"{row['compression_ratio']:.2f}",
@@ -179,7 +187,7 @@ def summary_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['ended']:.0%}",
         ]
         table.append(cells)
-    return markdown_table(table, numbers=True)
+    return table
 
 
 def markdown_table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
@@ -188,6 +196,23 @@ def markdown_table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> s
     heads, *rest = ["| " + " | ".join(row) + " |" for row in cells]
     aligned = "|---:" if numbers else "|---"
     return "\n".join([heads, "|---" + aligned * (len(rows[0]) - 1) + "|", *rest])
+
+
+def terminal_table(
+    rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "", numbers: bool = False
+) -> Table:
+    """A table for a terminal, headings first; with `numbers` as in `markdown_table`.
+
+    Errors are written shorter.  # In: "50.0 ± 2.1", "50.0 ± unknown"  Out: "50.0 ±2.1", "50.0 ±?"
+    """
+    heads, *rest = rows
+    padding = (0, 1, 0, 0)
+    table = Table(title=title or None, caption=caption or None, box=SIMPLE, padding=padding)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if numbers and index else "left", no_wrap=True)
+    for row in rest:
+        table.add_row(*(escape(cell.replace("± unknown", "±?").replace("± ", "±")) for cell in row))
+    return table
 
 
 def percent(figure: Sequence[float | None]) -> str:

@@ -189,7 +189,7 @@ def make_requests(
     have the same `Request.priority`.
 
     Raises:
-      DataError: a prompt leaves no room for an answer.
+      TooLongError: a prompt leaves no room for an answer.
       ConfigError: there are more or fewer seeds than prompts.
     """
     copies: collections.Counter = collections.Counter()
@@ -217,11 +217,13 @@ def _warn_of_positions(
     short = [each for each in requests if each.max_new_tokens < sampling.max_new_tokens]
     if short:
         first = min(short, key=lambda each: each.max_new_tokens)
+        which = "the answer ends"
+        if len(requests) > 1:
+            which = f"{len(short)} of {len(requests)} answers end earlier, prompt {first.index}'s"
         warnings.warn(
             f"max_new_tokens={sampling.max_new_tokens:,} is more than the model's "
-            f"{config.max_position_embeddings:,} positions leave: {len(short)} of {len(requests)} "
-            f"answers end earlier, that to prompt {first.index} of {len(first.prompt):,} tokens "
-            f"after {first.max_new_tokens:,}.",
+            f"{config.max_position_embeddings:,} positions leave after a prompt of "
+            f"{len(first.prompt):,} tokens: {which} after {first.max_new_tokens:,}.",
             skip_file_prefixes=(PACKAGE,),
         )
 
@@ -240,12 +242,12 @@ def make_request(
     """Builds a request; see `Request` for its arguments.
 
     Raises:
-      DataError: the prompt leaves no position for an answer.
+      TooLongError: the prompt leaves no position for an answer.
     """
     positions = config.max_position_embeddings
     room = positions - len(prompt)
     if room < 1:
-        raise DataError(
+        raise TooLongError(
             f"Prompt {index} has {len(prompt)} tokens, which leaves no room for an answer in the "
             f"model's {positions} positions. Shorten it to at most {positions - 1} tokens."
         )

@@ -85,12 +85,14 @@ class Quest(BudgetedPolicy, SelectiveReading):
         """Returns the footprint of `over`, with reads of the bounds and a budget per query head.
 
         Raises:
-          ConfigError: if the budget is less than one page.
+          ConfigError: if the budget holds no page that a query can select.
         """
+        least = page_size * (2 if self.force_last_page else 1)
+        beside = " beside the last page, which is always read" if self.force_last_page else ""
         require(
-            self.compression_ratio is not None or self.budget >= page_size,
-            f"Quest: a budget of {self.budget} tokens is less than one page of {page_size}; raise "
-            "the budget, or make pages smaller (page_size=16 as published).",
+            self.compression_ratio is not None or self.budget >= least,
+            f"Quest: a budget of {self.budget} tokens holds no page of {page_size}{beside}; raise "
+            f"the budget to {least}, or make pages smaller (page_size=16 as published).",
         )
         held = super().footprint(tokens, page_size=page_size, group=group, **options)
         budget = self.budget_for(tokens)

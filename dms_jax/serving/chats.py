@@ -14,6 +14,7 @@ from dms_jax.checks import check, show
 from dms_jax.errors import DataError
 from dms_jax.generation.answer_readers import AnswerForm
 from dms_jax.generation.answers import answer_form
+from dms_jax.generation.call_formats import FORMATS
 from dms_jax.generation.requests import (
     Encoder,
     check_characters,
@@ -70,12 +71,6 @@ class Chat:
                 param=self.field,
             )
         offered = self.tools.offered
-        if offered and call_format is None:
-            raise RefusalError(
-                "tools: the call format cannot be detected from the chat template or the name of "
-                "the model. Start the server with --tool-calls FORM, or leave tools out.",
-                param="tools",
-            )
         messages = self.messages
         if call_format is not None and call_format.startswith("mistral"):
             messages = [_with_short_ids(message) for message in messages]
@@ -88,6 +83,13 @@ class Chat:
                 messages, self.begins_answer, **{**self.variables, **tools}
             )
             self._check_rendered(text)
+            if offered and call_format is None:
+                raise RefusalError(
+                    "tools: the call format cannot be detected from the chat template or the name "
+                    f"of the model. Start the server with --tool-calls ({', '.join(FORMATS)}), or "
+                    "leave tools out.",
+                    param="tools",
+                )
             check_characters(len(text), most, name)
             tokens = encode_prompt(model, tokenizer.encode(text, False), name=name, most=most)
         form = answer_form(

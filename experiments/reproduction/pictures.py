@@ -106,11 +106,11 @@ def draw_frontier(
     hyperscaling_figure(path, Hyperscaling({}, tuple(renamed)), title=title)
 
 
-def _frontier_of_1_5b(task: str, measure: str) -> Callable[..., None]:
+def _frontier_of_1_5b(task: str, measure: str, longest: str) -> Callable[..., None]:
     return functools.partial(
         draw_frontier,
         name="1.5b",
-        title=f"{task}, Qwen2.5-Coder-1.5B: votes (dots), one greedy chain (squares)",
+        title=f"{task}, Qwen2.5-Coder-1.5B, answers of at most {longest} tokens",
         systems={"plain": "plain", "text-3.3:*": "DMS, 3.0x"},
         measure=measure,
     )
@@ -141,13 +141,15 @@ PICTURES: dict[str, Callable[..., None]] = {  # by path in the results: draws a 
     "real_models/frontier.png": functools.partial(
         draw_frontier,
         name="0.5b",
-        title="GSM8K, Qwen2.5-Coder-0.5B: votes at 0.7 (dots), one greedy chain (squares)",
+        title="GSM8K, Qwen2.5-Coder-0.5B, answers of at most 400 tokens",
         systems={
             "plain:8": "plain",
             "control:8": "trained further",
             "from-attention:8": "DMS, 3.0x",
         },
     ),
-    "real_models/frontier-gsm8k-1.5b.png": _frontier_of_1_5b("GSM8K", "gsm8k"),
-    "real_models/frontier-math500-1.5b.png": _frontier_of_1_5b("MATH-500", "math500"),
+    "real_models/frontier-gsm8k-1.5b.png": _frontier_of_1_5b("GSM8K", "gsm8k", "200 or 400"),
+    "real_models/frontier-math500-1.5b.png": _frontier_of_1_5b(
+        "MATH-500", "math500", "256, 512, 1,024 or 2,048"
+    ),
 }

@@ -44,7 +44,7 @@ def test_overlapping_names_move_apart(monkeypatch, tmp_path):
     rows = [(8, 1, 100 + i, 10 + i, (0, 0, 1)) for i in range(3)]
     points = [point for i, row in enumerate(rows) for point in made_up(f"s{i}", row)]
     reads, _ = drawn(monkeypatch, tmp_path, Hyperscaling({}, tuple(points))).axes
-    heights = sorted(text.xy[1] for text in reads.texts)
+    heights = sorted(text.get_position()[1] for text in reads.texts)
     low, high = reads.get_ylim()
     assert all(b - a >= 0.04 * (high - low) for a, b in itertools.pairwise(heights))
 
@@ -73,8 +73,13 @@ def test_missing_greedy_point_is_noted(monkeypatch, tmp_path):
     assert squares == [[[100, pytest.approx(100 / 3)]], []]
 
 
+def test_names_hide_no_point(monkeypatch, tmp_path):
+    for axes in drawn(monkeypatch, tmp_path, by_hand()).axes:
+        assert all(text.get_position()[0] > 1 for text in axes.texts)  # right of the axes
+
+
 def test_colliding_labels_move_down():
-    assert label_heights([(5, 90), (5, 89), (1, 90)], 5) == [90, 85, 90]
-    assert label_heights([(1, 20), (1, 50)], 5) == [20, 50]
-    assert label_heights([(7, 30)] * 4, 4) == [30, 26, 22, 18]
+    assert label_heights([90, 89, 20], 5) == [90, 85, 20]
+    assert label_heights([20, 50], 5) == [20, 50]
+    assert label_heights([30] * 4, 4) == [30, 26, 22, 18]
     assert label_heights([], 5) == []

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import types
 import zipfile
@@ -100,6 +101,19 @@ def test_committed_outputs_are_whole(path):
     address = f"https://colab.research.google.com/github{SOURCE.removeprefix('https://github.com')}"
     assert f"({address}/blob/main/colab/{path.stem}.ipynb)" in notebook.cells[0].source
     assert f'SOURCE = "{SOURCE}"' in notebook.cells[1].source
+
+
+def test_calls_fit_the_library(tmp_path):
+    """Names and arguments exist; the notebooks themselves run at a release only."""
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        code = [cell.source for cell in cells if cell.cell_type == "code"]
+        (tmp_path / f"{path.stem}.py").write_text("\n\n".join(code), encoding="utf-8")
+    settings = {"extraPaths": [str(COLAB.parent)], "typeCheckingMode": "basic"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    check = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", tmp_path]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
 
 
 def test_first_cells_are_equal():

@@ -95,7 +95,7 @@ def test_error_of_a_single_window_is_null_in_json(tmp_path, capsys):
     rows = json.loads(config.out.read_text(), parse_constant=refuse)["systems"]
     assert rows[1]["change"] == [pytest.approx(0.25), None]
     shown = capsys.readouterr().out
-    assert "+0.2500 ±unknown" in shown
+    assert "+0.2500 ±?" in shown
     assert "nan" not in shown
 
 
@@ -192,5 +192,15 @@ def test_table_fits_80_columns(monkeypatch):
     cells |= {"reads": "1,234,567", "ratio": "12.34", "kB": "1,234,567"}
     monkeypatch.setattr("dms_jax.command_line.candidates._cells", lambda result, first: cells)
     console = Console(file=io.StringIO(), width=80)
-    console.print(table({"StreamingLLM(compression_ratio=4)": None}, "gsm8k"))
+    console.print(table({"StreamingLLM,compression_ratio=4": None}, "gsm8k"))
     assert all(cell in console.file.getvalue() for cell in cells.values())
+
+
+def test_names_wrap_between_options(monkeypatch):
+    cells = {"nats/token": "1.3563 ±0.1404", "change": "+0.0392 ±0.1028", "peak": "77"}
+    cells |= {"reads/token": "83.6", "kB": "161"}
+    monkeypatch.setattr("dms_jax.command_line.candidates._cells", lambda result, first: cells)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table({"DMS, 4x": None, "StreamingLLM,compression_ratio=4": None}, "text"))
+    lines = [line.split("  ")[0].strip() for line in console.file.getvalue().splitlines()]
+    assert lines[-4:-1] == ["DMS, 4x", "StreamingLLM,", "compression_ratio=4"]

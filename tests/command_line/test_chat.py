@@ -11,6 +11,7 @@ import pytest
 import dms_jax
 from dms_jax import command_line
 from dms_jax.command_line import chat
+from dms_jax.errors import TooLongError
 from dms_jax.generation import Engine
 from tests.support.forced_answers import ANSWERS, SAID, THOUGHT, saying, thinking_model
 
@@ -65,6 +66,14 @@ def test_turns_continue_cached_prefixes_and_are_streamed(stories, monkeypatch, c
     for turn in (first, second):
         assert " ".join(turn.text.split()) in shown
         assert f"{turn.usage.live_tokens:,.0f} live tokens" in shown
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_full_conversation_ends(talk):
+    with pytest.raises(TooLongError, match="is full after 2 answers; start a new one"):
+        talk("plain", ["Hi"], ["Hello", "Again", "word " * 600, "never said"])
+    with pytest.raises(TooLongError, match=r"^Prompt 0: "):
+        talk("plain", ["Hi"], ["word " * 600])
 
 
 @pytest.mark.usefixtures("fakes")

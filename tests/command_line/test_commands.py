@@ -338,7 +338,7 @@ SLIPS = {
     "hyperscale --task liner": "--task 'liner' (did you mean linear?) is none of",
     "hyperscale --chains 3 0": "--chains must be",
     "hyperscale --systems Vanilla TOVa": "Unknown cache policy 'TOVa'",
-    "retrofit self-taught-stories260k --held-out 9999999": "leaves none to train on.",
+    "retrofit self-taught-stories260k --held-out 9999999": "leaves none to train on. Give more",
     "evaluate --task txt": "--task 'txt' (did you mean text?) is none of",
     "evaluate --task .": "A task reads a file: --task mathematics --task-options path=.",
     "hyperscale --task text": "humaneval, ruler.\n",

@@ -6,6 +6,8 @@ import json
 import math
 import pathlib
 import re
+import shlex
+import warnings
 
 import numpy as np
 import pytest
@@ -14,8 +16,8 @@ import dms_jax
 from dms_jax.cache.accounting import Usage
 from dms_jax.command_line import main, retrofit
 from dms_jax.command_line.retrofit import PRESETS
+from dms_jax.command_line.self_taught import page, stages
 from dms_jax.command_line.self_taught import questions as reading
-from dms_jax.command_line.self_taught import stages
 from dms_jax.command_line.self_taught.answering import choose
 from dms_jax.command_line.self_taught.measuring import HeldOut
 from dms_jax.data import Exchange
@@ -143,8 +145,9 @@ def test_held_out_loss_of_answers_and_of_whole_sequences():
 def test_the_adapter_generates_and_is_evaluated(stopped_and_run, tmp_path, capsys):
     """The commands of the documentation's first minutes, at a small size."""
     training = stopped_and_run.out / "training"
-    adapter = ["--adapter", str(training / "model")]
-    assert main(["generate", "Once upon a time", *adapter, "--max-new-tokens", "8"]) == 0
+    command = page.trial(stopped_and_run)
+    assert f"    {command}\n" in (stopped_and_run.out / "README.md").read_text()
+    assert main([*shlex.split(command)[1:], "--max-new-tokens", "8"]) == 0
     assert "DMS: " in capsys.readouterr().out
     text = ["--model", "stories260k", "--task", "text", "--task-options", "max_tokens=40"]
     own = f"DMS,adapter={training / 'snapshots' / '2'}"
@@ -254,7 +257,9 @@ def test_prompts_of_every_form(stories, tmp_path):
     assert begun.tokens[0] == tokenizer.encode("Once upon a time there was a dog.")[:11]
     assert begun.chat is None  # texts are continued, so the page must not ask
     path.write_text(json.dumps(long) + "\n")
-    with pytest.raises(dms_jax.ConfigError, match="leaves none to train on"):
+    with pytest.raises(
+        dms_jax.ConfigError, match=r"leaves none to train on\. Give .* --held-out fewer"
+    ):
         reading.read_questions(config, model)
 
 
@@ -264,11 +269,13 @@ def test_held_out_prompts_are_not_trained_on(stories, tmp_path):
     rows = ["One day", "Ask me", "One day", "Tell me", "So it was", "Ask me", "One day"]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     config = dataclasses.replace(TINY, prompts=path, questions=2, held_out=2)
-    with pytest.warns(UserWarning, match="3 prompts are the same as one of the 2 that are held"):
+    with warnings.catch_warnings(action="error"):  # others take their place
         questions = reading.read_questions(config, stories)
     assert (questions.training, questions.held_out) == ((3, 4), range(5, 7))
     held_out = [questions.tokens[number] for number in questions.held_out]
     assert not [number for number in questions.training if questions.tokens[number] in held_out]
+    with pytest.warns(UserWarning, match="2 of the 3 prompts asked for are left .* 3 are the same"):
+        reading.read_questions(dataclasses.replace(config, questions=3), stories)
     path.write_text((json.dumps({"prompt": "One day"}) + "\n") * 3)
     with pytest.raises(dms_jax.ConfigError, match=r"leaves none to train on \(1 of the others"):
         reading.read_questions(config, stories)

@@ -95,7 +95,10 @@ def test_server_answers_until_a_signal(stories, monkeypatch, capsys):
         (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a=y: there are two adapters 'a'."),
         (["--adapter", "stories260k=x"], "'stories260k' is the name of the model"),
         (["--adapter", "a="], "--adapter takes a directory or name=directory, got 'a='"),
-        (["--adapter", "a=/nowhere"], "there is no directory /nowhere of an adapter"),
+        (
+            ["--adapter", "a=/nowhere"],
+            "directory /nowhere of an adapter; one holds dms_adapter.json",
+        ),
         (
             ["--adapter", "a=smollm2-135m-instruct-dms"],
             "adapter 'a': the adapter in",  # was trained on another base

@@ -196,6 +196,9 @@ def test_figures_by_hand():
     assert table.splitlines()[2] == (
         "| made up | 50.0 ± 16.7 | 100.0 ± 0.0 | 100.0 ± 0.0 | 10 | 300 | 2.00 | 7 | 83% |"
     )
+    heads, _, alone = summary_table([{"label": "alone", **data, "chains": 1}]).splitlines()
+    assert heads == "|  | one chain | peak | reads | ratio | new | ended |"
+    assert alone == "| alone | 50.0 ± 16.7 | 10 | 300 | 2.00 | 7 | 83% |"
 
 
 def test_bad_arguments_are_rejected():

@@ -677,8 +677,9 @@ def test_ignored_and_neutral_fields_are_accepted(path):
     assert parse_body(body, path, served_model("plain"), seed=0).asked.unknown == ("colour",)
 
 
-def test_template_without_tools_is_named():
-    with scripted("plain", lambda text: "Hi", call_format="hermes") as client:
+@pytest.mark.parametrize("call_format", ["hermes", None])
+def test_template_without_tools_is_named(call_format):
+    with scripted("plain", lambda text: "Hi", call_format=call_format) as client:
         error = client.ask(chat=True, messages=[USER], tools=[TOOL], status=400)["error"]
         assert error["param"] == "tools"
         assert "no place for tools: it leaves out 'get_weather'" in error["message"]
@@ -697,9 +698,10 @@ def test_template_without_tool_results_is_named():
 
 
 def test_tools_need_known_call_format():
-    with scripted("plain", lambda text: "Hi") as client:
+    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    with scripted(template, lambda text: "Hi") as client:
         error = client.ask(chat=True, messages=[USER], tools=[TOOL], status=400)["error"]
-        assert "--tool-calls" in error["message"]
+        assert "--tool-calls (hermes, " in error["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -1,5 +1,6 @@
 """The page of a self-taught retrofit: its figures, its command, and where the result is."""
 
+import shlex
 from typing import Any
 
 from dms_jax.command_line.reports import write_text
@@ -15,10 +16,18 @@ def write_page(config: SelfTaught, results: dict[str, Any]) -> None:
         _legend(results),
         "The settings are in settings.json, all figures in results.json.",
         f"The command of the run:\n\n    {results['provenance']['command']}",
-        f"The result is in {config.out / 'training' / 'model'}"
-        + (f", the adapter of {config.model}." if config.adapter_only else "."),
+        f"The result:\n\n    {trial(config)}",
     ]
     write_text(config.out / "README.md", "\n\n".join(sections) + "\n")
+
+
+def trial(config: SelfTaught) -> str:
+    """Returns the command that tries the result."""
+    result = str(config.out / "training" / "model")
+    given = ["--model", config.model, "--adapter", result]
+    if not config.adapter_only:
+        given = ["--model", result]
+    return f'dms-jax generate "..." {shlex.join(given)}'
 
 
 def _name(model: str) -> str:

@@ -97,10 +97,11 @@ def read_questions(
         tokens[number] = own
     if not training:
         raise _none_left(config, records, f" ({same} of the others are the same as one of these)")
-    if same:
+    asked_for = min(config.questions or first_held_out, first_held_out)
+    if len(training) < asked_for:
         warnings.warn(
-            f"{same} prompts are the same as one of the {config.held_out} that are held out, and "
-            "are left out of the training.",
+            f"{len(training)} of the {asked_for} prompts asked for are left to train on: "
+            f"{same} are the same as one of the {config.held_out} that are held out.",
             stacklevel=2,
         )
     return Questions(tuple(training), held_out, tokens, task, chat, fingerprint)
@@ -147,7 +148,7 @@ def _records(path: pathlib.Path) -> list[Record]:
 def _none_left(config: SelfTaught, records: list[Record], also: str = "") -> dms_jax.ConfigError:
     return dms_jax.ConfigError(
         f"--prompts {config.prompts} holds {len(records)} prompts, of which --held-out "
-        f"{config.held_out} leaves none to train on{also}."
+        f"{config.held_out} leaves none to train on{also}. Give more prompts, or --held-out fewer."
     )
 
 

@@ -23,7 +23,7 @@ from dms_jax.command_line.reports import (
 from dms_jax.command_line.retrofitting import check_window
 from dms_jax.command_line.self_taught.answering import Lessons, choose, sample
 from dms_jax.command_line.self_taught.measuring import BASE, HeldOut, measure
-from dms_jax.command_line.self_taught.page import write_page
+from dms_jax.command_line.self_taught.page import trial, write_page
 from dms_jax.command_line.self_taught.questions import read_prompts, read_questions
 from dms_jax.command_line.self_taught.settings import SelfTaught
 from dms_jax.data import Documents
@@ -86,7 +86,7 @@ def self_taught(config: SelfTaught) -> dict[str, Any]:
     }
     write_json(config.out / "results.json", results)
     write_page(config, results)
-    print(f"The page is {config.out / 'README.md'}")
+    print(f"The measurements are in {config.out / 'README.md'}. The result:\n\n    {trial(config)}")
     return results
 
 
