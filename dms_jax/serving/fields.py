@@ -9,6 +9,7 @@ answer would differ from the client's intention.
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from dms_jax.serving.refusals import RefusalError, naming, unknown_model, unserv
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes one, or half of a pair
 _TYPO = 0.8  # similarity of two names, by `difflib`
 _GIVEN = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 
@@ -221,12 +223,30 @@ class Table:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Returns the fields of a body that are not null; raises RefusalError."""
     try:
-        fields = json.loads(body)
+        text = body.decode("utf-8-sig")
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RefusalError(f"The body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise RefusalError(f"The body must be a JSON object, got {show(fields)}.")
+    if _SURROGATE.search(text):
+        _check_surrogates(fields)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_surrogates(fields: Mapping[str, Any]) -> None:
+    """Refuses half of a surrogate pair, which JSON can write and no text can hold."""
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise RefusalError(
+                f"{name} holds half of a surrogate pair ({half!r}), which is not a character. Leave "
+                "it out.",
+                param=name,
+                code="invalid_json",
+            ) from None
 
 
 def check_field(name: str, value: Any, kind: Any) -> Any:
