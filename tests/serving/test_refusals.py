@@ -26,6 +26,7 @@ REFUSED = [
     (False, dict(prompt="a", seed=-1), "seed", "at least 0"),
     (False, dict(prompt="a", stop=[""]), "stop", "none of them empty"),
     (False, dict(prompt="a", stop=["a"] * 17), "stop", "up to 16"),
+    (False, dict(prompt="a", stop=["a", "b" * 1025]), "stop", "longer than 1,024"),
     (False, dict(prompt="a", logprobs=5), "logprobs", "0 or 1"),
     (True, dict(messages=SAY, echo=True), "echo", "not supported"),
     (False, dict(prompt="a", echo=True, stream=True), "echo", "with a stream"),
