@@ -319,10 +319,13 @@ async def _receive_body(request: Request) -> bytes:
 async def _whole_response(deltas: _DeltaQueue, formatter: Formatter) -> Response:
     answers: dict[int, Completion] = {}
     async for batch in deltas.batches():
-        for delta in batch:
-            if delta.completion is not None:
-                answers[delta.choice] = delta.completion
+        answers |= _ended(batch)
     return JSONResponse(formatter.whole([answers[index] for index in sorted(answers)]))
+
+
+def _ended(batch: Iterable[Delta]) -> dict[int, Completion]:
+    """Returns the answers that a batch ends, by choice."""
+    return {each.choice: each.completion for each in batch if each.completion is not None}
 
 
 class _EventStream(StreamingResponse):
@@ -341,11 +344,11 @@ class _EventStream(StreamingResponse):
 
 async def _events(deltas: _DeltaQueue, formatter: Formatter) -> AsyncIterator[str]:
     """Yields server-sent events; an error after the first one becomes the last one."""
-    completions: list[Completion] = []
+    answers: dict[int, Completion] = {}
     yield "".join(formatter.opening())
     try:
         async for batch in deltas.batches():
-            completions += [each.completion for each in batch if each.completion is not None]
+            answers |= _ended(batch)
             if events := "".join(event for each in batch for event in formatter.events(each)):
                 yield events
     except ClientDisconnect:
@@ -353,7 +356,7 @@ async def _events(deltas: _DeltaQueue, formatter: Formatter) -> AsyncIterator[st
     except Exception as error:
         yield "".join(formatter.failure(_as_refusal(error)))
         return
-    yield "".join(formatter.closing(completions))
+    yield "".join(formatter.closing([answers[index] for index in sorted(answers)]))
 
 
 @contextlib.asynccontextmanager
