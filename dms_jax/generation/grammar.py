@@ -11,6 +11,7 @@ The first token of an answer is drawn under a mask of the allowed ones. Later on
 drawn again where they are not allowed (`checked_steps`); chunks without such a lane run as usual.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -40,7 +41,9 @@ _JSON_FORM = {
 # A compilation takes seconds for so many properties, or for such a multiple, and grows faster than
 # they do: minutes and gigabytes for one of 10,000,000.
 _MOST_PROPERTIES, _LARGEST_MULTIPLE = 5000, 100_000
-_MOST_COMPILED = 64  # compiled grammars to keep, for requests that send one again
+# Compiled grammars to keep for requests that send one again, by number and by characters, and the
+# longest one: a regular expression of 1,000,000 characters takes 200 MB.
+_MOST_COMPILED, _MOST_CHARACTERS, _LONGEST_SOURCE = 64, 2**20, 2**18
 _LONGEST_ERROR = 600
 _NO_DIGITS = re.compile(r"e.*|\D")  # of a number, also its exponent
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -64,6 +67,11 @@ class Grammar:
     source: str
 
     def __post_init__(self):
+        if len(self.source) > _LONGEST_SOURCE:
+            raise ConfigError(
+                f"The grammar has {len(self.source):,} characters, and at most "
+                f"{_LONGEST_SOURCE:,} are compiled. Give a shorter one."
+            )
         _check_source(self.source)
 
     @classmethod
@@ -294,7 +302,7 @@ def make_matchers(model: LanguageModel, requests: Iterable[Any]) -> None:
             request.matcher = OpeningMatcher(grammar)
         else:
             check_model(model)
-            compiled = _Compiled(_tokens(model), grammar.source).matcher()
+            compiled = _compiled(_tokens(model), grammar.source).matcher()
             request.matcher = Matcher(compiled, model.generation.eos_token_ids)
 
 
@@ -344,6 +352,7 @@ def _library() -> Any:
 # about a second.
 _vocabularies: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_keeping = threading.Lock()  # of `_kept`
 
 
 def _tokens(model: LanguageModel) -> Any:
@@ -377,7 +386,6 @@ def _exact(vocabulary: str) -> str:
     return json.dumps(read)
 
 
-@functools.lru_cache(maxsize=_MOST_COMPILED)
 class _Compiled:
     """A grammar with a vocabulary; the first thread that needs a matcher compiles it.
 
@@ -401,6 +409,19 @@ class _Compiled:
                     raise _refused(_error_of(first))
                 self._first = first
             return self._first.deep_copy()
+
+
+_kept = collections.OrderedDict[tuple[Any, str], _Compiled]()  # first: used longest ago
+
+
+def _compiled(tokens: Any, source: str) -> _Compiled:
+    """Returns a grammar with a vocabulary, perhaps of an earlier request."""
+    key = tokens, source
+    with _keeping:
+        found = _kept[key] = _kept.pop(key, None) or _Compiled(tokens, source)
+        while len(_kept) > _MOST_COMPILED or sum(len(text) for _, text in _kept) > _MOST_CHARACTERS:
+            _kept.popitem(last=False)
+    return found
 
 
 def _error_of(compiled: Any) -> str:

@@ -455,6 +455,7 @@ def multiples(*numbers):
         (lambda: Grammar.json_schema({"unevaluatedProperties": False}), "unevaluatedProperties"),
         (lambda: Grammar.json_schema([1]), "is an object, got"),
         (lambda: Grammar.json_schema({"enum": {1, 2}}), "no JSON"),
+        (lambda: Grammar.regex("a" * 2**18), "characters, .* 262,144"),
         (lambda: Grammar.json_schema({"items": properties(5001)}), "5,001 properties, .* 5,000"),
         (lambda: Grammar.json_schema(multiples(100_003)), "is 100003 .*at most 100,000"),
         (lambda: Grammar.json_schema(multiples(991, 997)), "is 988027 "),
@@ -481,6 +482,15 @@ def test_grammar_without_match_is_refused_before_it_runs():
         requests = requests_of(PROMPTS[:1], Sampling(grammar=nothing))
         with pytest.raises(ConfigError, match=r"cannot be compiled: no text matches it\.?$"):
             make_matchers(stories(), requests)
+
+
+def test_few_long_grammars_are_kept(monkeypatch):
+    """Compiled ones hold hundreds of bytes for each of their characters."""
+    sources = [Grammar.regex("a" * count) for count in (20, 30, 20, 40)]
+    monkeypatch.setattr(grammar, "_MOST_CHARACTERS", len(sources[2].source + sources[3].source))
+    for each in sources:
+        make_matchers(stories(), requests_of(PROMPTS[:1], Sampling(grammar=each)))
+    assert [source for _, source in grammar._kept] == [each.source for each in sources[2:]]
 
 
 def test_threads_with_one_grammar_compile_it_once(monkeypatch):
