@@ -49,7 +49,7 @@ from dms_jax.serving.fields import check_field, parse_object
 from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
 from dms_jax.serving.rpc import EngineClient, ServedModel
-from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapshot
+from dms_jax.serving.service import Delta, DrainingError, DroppedError, QueueFullError, Snapshot
 
 MAX_BODY_BYTES = 2**24
 RETRY_FULL = 1  # seconds after which to retry if the queue or memory is full
@@ -158,7 +158,7 @@ class _Api:
         def listen(delta: Delta | Exception) -> None:
             deltas.put(delta)  # first: the client is answered even if counting fails
             if isinstance(delta, Exception):
-                self._metrics.count_failure()
+                self._metrics.count_failure(delta)
                 return
             if delta.tokens and delta.choice not in begun:
                 begun.add(delta.choice)
@@ -484,9 +484,9 @@ class Metrics:
         self._reads.inc(completion.usage.kv_reads)
         self._whole.observe(time.monotonic() - start)
 
-    def count_failure(self) -> None:
+    def count_failure(self, error: Exception) -> None:
         """Counts an answer that an error ended."""
-        self._ended.labels(_FAILED).inc()
+        self._ended.labels("cancelled" if isinstance(error, DroppedError) else _FAILED).inc()
 
     def render(self, snapshot: Snapshot) -> bytes:
         """Returns all metrics in Prometheus's text format."""

@@ -52,6 +52,10 @@ class DrainingError(BusyError):
     """The service admits no more requests, because it is about to end."""
 
 
+class DroppedError(DrainingError):
+    """A request was cancelled before the engine had it."""
+
+
 class QueueFullError(BusyError):
     """The most requests run or wait already."""
 
@@ -434,7 +438,7 @@ class Service:
             last = self.draining and not (admitted or self._queue)
         self.engine.cancel(cancelled)
         for request in dropped:
-            self._fail(request, DrainingError("The request was cancelled."))
+            self._fail(request, DroppedError("The request was cancelled."))
         return None if last else admitted
 
     def _waits_for_adapter(self, request: Request) -> bool:

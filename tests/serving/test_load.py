@@ -56,6 +56,28 @@ def test_disconnect_frees_pages(held, stream):
     assert client.metric("dms_jax_answers_total", "cancelled") == before + 1
 
 
+def test_disconnect_before_a_lane_is_no_failure(held):
+    client, go_on, waits = held
+
+    def counts():
+        return [client.metric("dms_jax_answers_total", each) for each in ("cancelled", "failed")]
+
+    before = counts()
+    thread = threading.Thread(target=client.ask, kwargs=LONG | {"max_tokens": 3})
+    thread.start()
+    assert waits.wait(60)
+    connection = client.connect()
+    connection.request("POST", "/v1/completions", json.dumps(LONG))
+    wait_until(lambda: client.service._queue)
+    connection.sock.shutdown(2)
+    connection.close()
+    wait_until(lambda: client.service._to_cancel)
+    go_on.set()
+    thread.join(60)
+    wait_until(lambda: not client.service._jobs)
+    wait_until(lambda: counts() == [before[0] + 1, before[1]])
+
+
 @pytest.fixture
 def compiling(idle, monkeypatch):
     """The client, an event that lets grammars compile, and one that is set when one waits."""
