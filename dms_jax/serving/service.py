@@ -257,17 +257,10 @@ class Service:
         requests = make_requests(config, prompts, sampling, adapters=adapters, priority=priority)
         for request in requests:
             self._check_fits(request)
+        self._check_admits(requests)  # a full queue compiles no grammars
         self.engine.check_requests(requests)
         with self._changed:
-            if self.failure is not None:
-                raise DrainingError(_FAILED)
-            if self.draining:
-                raise DrainingError(_ENDING)
-            if len(self._jobs) + len(requests) > self.max_requests:
-                raise QueueFullError(
-                    f"{len(self._jobs)} requests run or wait already, of at most "
-                    f"{self.max_requests}. Try again later."
-                )
+            self._check_admits(requests)
             for choice, request in enumerate(requests):
                 request.index = next(self._indices)
                 self._jobs[request.index] = _Job(request, listener, choice)
@@ -377,6 +370,17 @@ class Service:
         done.result()
 
     # -- admission --------------------------------------------------------------------------------
+
+    def _check_admits(self, requests: Sequence[Request]) -> None:
+        if self.failure is not None:
+            raise DrainingError(_FAILED)
+        if self.draining:
+            raise DrainingError(_ENDING)
+        if len(self._jobs) + len(requests) > self.max_requests:
+            raise QueueFullError(
+                f"{len(self._jobs)} requests run or wait already, of at most "
+                f"{self.max_requests}. Try again later."
+            )
 
     def _check_length(self, prompt: int, answer: int) -> None:
         if prompt + answer > self.max_tokens:

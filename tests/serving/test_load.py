@@ -16,6 +16,7 @@ from dms_jax.serving import Delta, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY
 from dms_jax.serving.rpc import Cancel, Submit
+from dms_jax.serving.service import QueueFullError
 from tests.generation.support import answer
 from tests.serving.support import (
     BODIES,
@@ -143,6 +144,15 @@ def test_full_queue_says_when_to_retry(held):
     for thread in threads:
         thread.join(60)
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
+
+
+def test_full_queue_compiles_no_grammar(monkeypatch):
+    service, compiled = make_service(), []
+    monkeypatch.setattr(service.engine, "check_requests", compiled.append)
+    monkeypatch.setattr(service, "_jobs", dict.fromkeys(range(service.max_requests)))
+    with pytest.raises(QueueFullError):
+        service.submit([[1]], Sampling(grammar=Grammar.regex("a"), max_new_tokens=1), print)
+    assert not compiled
 
 
 def test_lower_priority_number_comes_first():
