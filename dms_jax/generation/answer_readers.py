@@ -198,6 +198,8 @@ class _Call:
             pieces += self._whole(text, index, make_id)
         elif self._names is not None and (key := _FIRST_KEY.match(text)):
             self.failed = key[1] not in ("name", "type", "parameters", "arguments", "id")
+            if self.failed:  # a call may follow behind the key
+                self.object.text, rest = text[: key.end()], text[key.end() :] + rest
         return pieces, rest
 
     def _whole(self, text: str, index: int, make_id: Callable[[], str]) -> list[Piece]:

@@ -11,9 +11,11 @@ The first token of an answer is drawn under a mask of the allowed ones. Later on
 drawn again where they are not allowed (`checked_steps`); chunks without such a lane run as usual.
 """
 
+import collections
 import dataclasses
 import functools
 import json
+import math
 import re
 import threading
 import weakref
@@ -36,8 +38,14 @@ _JSON_FORM = {
     "key_separator": ": ",
     "lenient": False,
 }
-_MOST_COMPILED = 64  # compiled grammars to keep, for requests that send one again
+# A compilation takes seconds for so many properties, or for such a multiple, and grows faster than
+# they do: minutes and gigabytes for one of 10,000,000.
+_MOST_PROPERTIES, _LARGEST_MULTIPLE = 5000, 100_000
+# Compiled grammars to keep for requests that send one again, by number and by characters, and the
+# longest one: a regular expression of 1,000,000 characters takes 200 MB.
+_MOST_COMPILED, _MOST_CHARACTERS, _LONGEST_SOURCE = 64, 2**20, 2**18
 _LONGEST_ERROR = 600
+_NO_DIGITS = re.compile(r"e.*|\D")  # of a number, also its exponent
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
@@ -59,6 +67,11 @@ class Grammar:
     source: str
 
     def __post_init__(self):
+        if len(self.source) > _LONGEST_SOURCE:
+            raise ConfigError(
+                f"The grammar has {len(self.source):,} characters, and at most "
+                f"{_LONGEST_SOURCE:,} are compiled. Give a shorter one."
+            )
         _check_source(self.source)
 
     @classmethod
@@ -97,14 +110,51 @@ def json_rule(schema: Any) -> str:
     """Returns the right side of a rule of a Lark grammar: JSON that a schema allows.
 
     Raises:
-      ConfigError: the schema is no JSON object.
+      ConfigError: the schema is no JSON object, or would take minutes to compile.
     """
     if not isinstance(schema, Mapping):
         raise ConfigError(f"A JSON schema is an object, got {show(schema)}.")
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
+        rule = f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"The JSON schema is no JSON: {plain(error, 200)}") from None
+    _check_cost(schema)
+    return rule
+
+
+def _check_cost(schema: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a schema has too many properties, or too large multiples."""
+    count, multiple, left = 0, 1, list[Any]([schema])
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            properties, number = part.get("properties"), part.get("multipleOf")
+            count += len(properties) if isinstance(properties, Mapping) else 0
+            if isinstance(number, float | int):
+                multiple = math.lcm(multiple, _odd_part(number))
+            left.extend(part.values())
+        elif isinstance(part, list | tuple):
+            left.extend(part)
+    if count > _MOST_PROPERTIES:
+        raise ConfigError(
+            f"The JSON schema has {count:,} properties, and at most {_MOST_PROPERTIES:,} are "
+            "compiled. Give a smaller one."
+        )
+    if multiple > _LARGEST_MULTIPLE:
+        raise ConfigError(
+            "The JSON schema has values of multipleOf whose least common multiple is "
+            f"{show(multiple)} (without factors 2 and 5), and at most {_LARGEST_MULTIPLE:,} is "
+            "compiled. Give smaller ones."
+        )
+
+
+def _odd_part(number: float | int) -> int:
+    """Returns the digits of a number, without factors 2 and 5, which cost nothing; at least 1."""
+    found = int(_NO_DIGITS.sub("", repr(number)) or 1)
+    for factor in (2, 5):
+        while found and found % factor == 0:
+            found //= factor
+    return max(found, 1)
 
 
 def regex_rule(pattern: Any) -> str:
@@ -167,7 +217,7 @@ class Matcher:
         """Why the grammar cannot be followed any further; None if it can."""
         if not self.compiled.is_error():
             return None
-        return plain(self.compiled.get_error().partition("\n<state>")[0], _LONGEST_ERROR)
+        return plain(_error_of(self.compiled), _LONGEST_ERROR)
 
     def fill(self, mask: Int[np.ndarray, " words"]) -> None:
         """Writes the mask of the tokens that may come next; see `Filter.allowed`."""
@@ -252,7 +302,7 @@ def make_matchers(model: LanguageModel, requests: Iterable[Any]) -> None:
             request.matcher = OpeningMatcher(grammar)
         else:
             check_model(model)
-            compiled = _compiled(_tokens(model), grammar.source)
+            compiled = _compiled(_tokens(model), grammar.source).matcher()
             request.matcher = Matcher(compiled, model.generation.eos_token_ids)
 
 
@@ -302,6 +352,7 @@ def _library() -> Any:
 # about a second.
 _vocabularies: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_keeping = threading.Lock()  # of `_kept`
 
 
 def _tokens(model: LanguageModel) -> Any:
@@ -335,13 +386,45 @@ def _exact(vocabulary: str) -> str:
     return json.dumps(read)
 
 
-@functools.lru_cache(maxsize=_MOST_COMPILED)
-def _first(tokens: Any, source: str) -> Any:
-    matcher = _library().LLMatcher(tokens, source, log_level=0)  # 0: prints nothing
-    if matcher.is_error():
-        raise _refused(matcher.get_error())
-    return matcher
+class _Compiled:
+    """A grammar with a vocabulary; the first thread that needs a matcher compiles it.
+
+    Args:
+      tokens: the vocabulary.
+      source: the grammar.
+    """
+
+    def __init__(self, tokens: Any, source: str):
+        self._tokens, self._source, self._first = tokens, source, None
+        self._lock = threading.Lock()
+
+    def matcher(self) -> Any:
+        """Returns a matcher at the beginning of an answer; raises ConfigError without any match."""
+        with self._lock:
+            if self._first is None:
+                first = _library().LLMatcher(self._tokens, self._source, log_level=0)  # no prints
+                if not first.is_error():
+                    first.compute_bitmask()
+                if first.is_error():
+                    raise _refused(_error_of(first))
+                self._first = first
+            return self._first.deep_copy()
 
 
-def _compiled(tokens: Any, source: str) -> Any:
-    return _first(tokens, source).deep_copy()
+_kept = collections.OrderedDict[tuple[Any, str], _Compiled]()  # first: used longest ago
+
+
+def _compiled(tokens: Any, source: str) -> _Compiled:
+    """Returns a grammar with a vocabulary, perhaps of an earlier request."""
+    key = tokens, source
+    with _keeping:
+        found = _kept[key] = _kept.pop(key, None) or _Compiled(tokens, source)
+        while len(_kept) > _MOST_COMPILED or sum(len(text) for _, text in _kept) > _MOST_CHARACTERS:
+            _kept.popitem(last=False)
+    return found
+
+
+def _error_of(compiled: Any) -> str:
+    """Returns the error of a matcher of llguidance."""
+    error = compiled.get_error().partition("\n<state>")[0]
+    return "no text matches it" if error.startswith("NoExtension") else error

@@ -443,6 +443,7 @@ class Scheduler:
             self.runner.prefixes.keep({lane: request})
         request.slots = self.runner.reservation.lengths[:, lane].copy()
         self._put_back(request)
+        self.held_back = False  # answers must go on: it needs pages that they hold
         self.prefill.drop_departed(self.running)
         self.runner.clear([lane])
         return lane

@@ -49,9 +49,12 @@ class StopStrings:
     @property
     def held(self) -> int:
         """The most characters at the end of the text that may become a stop string."""
-        last = self._end[-1:]
+        last, most = self._end[-1:], len(self._end) + 1
         lengths = (
-            (each, n) for each in self._strings for n in range(1, len(each)) if each[n - 1] == last
+            (each, n)
+            for each in self._strings
+            for n in range(1, min(len(each), most))
+            if each[n - 1] == last
         )
         return max((n for each, n in lengths if self._end.endswith(each[:n])), default=0)
 

@@ -49,7 +49,7 @@ from dms_jax.serving.fields import check_field, parse_object
 from dms_jax.serving.formatting import Formatter
 from dms_jax.serving.refusals import TOO_LONG, RefusalError, unknown_model
 from dms_jax.serving.rpc import EngineClient, ServedModel
-from dms_jax.serving.service import Delta, DrainingError, QueueFullError, Snapshot
+from dms_jax.serving.service import Delta, DrainingError, DroppedError, QueueFullError, Snapshot
 
 MAX_BODY_BYTES = 2**24
 RETRY_FULL = 1  # seconds after which to retry if the queue or memory is full
@@ -158,7 +158,7 @@ class _Api:
         def listen(delta: Delta | Exception) -> None:
             deltas.put(delta)  # first: the client is answered even if counting fails
             if isinstance(delta, Exception):
-                self._metrics.count_failure()
+                self._metrics.count_failure(delta)
                 return
             if delta.tokens and delta.choice not in begun:
                 begun.add(delta.choice)
@@ -319,10 +319,13 @@ async def _receive_body(request: Request) -> bytes:
 async def _whole_response(deltas: _DeltaQueue, formatter: Formatter) -> Response:
     answers: dict[int, Completion] = {}
     async for batch in deltas.batches():
-        for delta in batch:
-            if delta.completion is not None:
-                answers[delta.choice] = delta.completion
+        answers |= _ended(batch)
     return JSONResponse(formatter.whole([answers[index] for index in sorted(answers)]))
+
+
+def _ended(batch: Iterable[Delta]) -> dict[int, Completion]:
+    """Returns the answers that a batch ends, by choice."""
+    return {each.choice: each.completion for each in batch if each.completion is not None}
 
 
 class _EventStream(StreamingResponse):
@@ -341,11 +344,11 @@ class _EventStream(StreamingResponse):
 
 async def _events(deltas: _DeltaQueue, formatter: Formatter) -> AsyncIterator[str]:
     """Yields server-sent events; an error after the first one becomes the last one."""
-    completions: list[Completion] = []
+    answers: dict[int, Completion] = {}
     yield "".join(formatter.opening())
     try:
         async for batch in deltas.batches():
-            completions += [each.completion for each in batch if each.completion is not None]
+            answers |= _ended(batch)
             if events := "".join(event for each in batch for event in formatter.events(each)):
                 yield events
     except ClientDisconnect:
@@ -353,7 +356,7 @@ async def _events(deltas: _DeltaQueue, formatter: Formatter) -> AsyncIterator[st
     except Exception as error:
         yield "".join(formatter.failure(_as_refusal(error)))
         return
-    yield "".join(formatter.closing(completions))
+    yield "".join(formatter.closing([answers[index] for index in sorted(answers)]))
 
 
 @contextlib.asynccontextmanager
@@ -481,9 +484,9 @@ class Metrics:
         self._reads.inc(completion.usage.kv_reads)
         self._whole.observe(time.monotonic() - start)
 
-    def count_failure(self) -> None:
+    def count_failure(self, error: Exception) -> None:
         """Counts an answer that an error ended."""
-        self._ended.labels(_FAILED).inc()
+        self._ended.labels("cancelled" if isinstance(error, DroppedError) else _FAILED).inc()
 
     def render(self, snapshot: Snapshot) -> bytes:
         """Returns all metrics in Prometheus's text format."""

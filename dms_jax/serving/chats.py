@@ -141,9 +141,11 @@ def content_text(content: Any, where: str, field: str = "messages") -> str:
 
 
 def _as_text_part(part: Any) -> Any:
-    kinds = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-    if isinstance(part, dict) and part.get("type") in kinds:
-        return {"type": "text", "text": part.get(kinds[part["type"]])}
+    match part:
+        case {"type": "input_text" | "output_text"}:
+            return {"type": "text", "text": part.get("text")}
+        case {"type": "refusal"}:
+            return {"type": "text", "text": part.get("refusal")}
     return part
 
 

@@ -90,7 +90,8 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
             param="prompt",
         )
     prompts = prompt if isinstance(prompt[0], str | list) else [prompt]
-    if any(isinstance(each, dict) for one in prompts for each in (one, *one[:1])):
+    firsts = (one[0] if isinstance(one, list) and one else one for one in prompts)
+    if any(isinstance(each, dict) for each in firsts):
         raise RefusalError("prompt takes no messages: /v1/chat/completions does.", param="prompt")
     return prompts
 

@@ -9,6 +9,7 @@ answer would differ from the client's intention.
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
@@ -16,7 +17,8 @@ from dms_jax.checks import Count, Number, Range, Seed, Share, check, show
 from dms_jax.serving.refusals import RefusalError, naming, unknown_model, unserved
 
 MOST_CHOICES = 128
-MOST_STOPS = 16
+MOST_STOPS, LONGEST_STOP = 16, 1024
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes one, or half of a pair
 _TYPO = 0.8  # similarity of two names, by `difflib`
 _GIVEN = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 
@@ -221,12 +223,30 @@ class Table:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Returns the fields of a body that are not null; raises RefusalError."""
     try:
-        fields = json.loads(body)
+        text = body.decode("utf-8-sig")
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RefusalError(f"The body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise RefusalError(f"The body must be a JSON object, got {show(fields)}.")
+    if _SURROGATE.search(text):
+        _check_surrogates(fields)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_surrogates(fields: Mapping[str, Any]) -> None:
+    """Refuses half of a surrogate pair, which JSON can write and no text can hold."""
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise RefusalError(
+                f"{name} holds half of a surrogate pair ({half!r}), which is no character. Leave "
+                "it out.",
+                param=name,
+                code="invalid_json",
+            ) from None
 
 
 def check_field(name: str, value: Any, kind: Any) -> Any:
@@ -253,10 +273,10 @@ def sampling_of(given: Mapping[str, Any], *, stop: str = "stop") -> dict[str, An
 def _stops(name: str, stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop
     texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
-    if not texts or len(stops) > MOST_STOPS:
+    if not texts or len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
         raise RefusalError(
-            f"{name} must be a text or a list of up to {MOST_STOPS} texts, none of them empty, got "
-            f"{show(stop)}.",
+            f"{name} must be a text or a list of up to {MOST_STOPS} texts, none of them empty or "
+            f"longer than {LONGEST_STOP:,} characters, got {show(stop)}.",
             param=name,
         )
     return tuple(stops)

@@ -79,13 +79,16 @@ class Formatter:
 
     def usage(self, completions: Sequence[Completion]) -> "Figures":
         """Returns the usage of all answers; a prompt with several answers counts once."""
-        total = total_usage([completion.usage for completion in completions])
-        prompt_tokens = sum(map(len, self.request.prompts))
+        total, choices = (
+            total_usage([each.usage for each in completions]),
+            self.request.asked.choices,
+        )
+        starts = range(0, len(completions), choices)
         return Figures(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=sum(map(len, self.request.prompts)),
             new_tokens=total.new_tokens,
             thought_tokens=sum(map(self._thought_tokens, completions)),
-            cached_tokens=min(total.cached_tokens, prompt_tokens),
+            cached_tokens=sum(_cached(completions[each : each + choices]) for each in starts),
             cache={name: getattr(total, name) for name in _CACHE_FIELDS},
         )
 
@@ -99,6 +102,16 @@ class Formatter:
             return completion.tokens.index(end) + 1
         thought = self.answer(completion).thought
         return len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
+
+
+def _cached(completions: Sequence[Completion]) -> int:
+    """Returns the tokens of one prompt that were cached before any of its answers ran.
+
+    Its other answers share the pages, or a copy, of the one that prefills it. A copy reads nothing.
+    """
+    usages = [each.usage for each in completions]
+    read = [each for each in usages if each.cached_tokens or each.prefilled_tokens]
+    return min((each.cached_tokens for each in read), default=0)
 
 
 @dataclasses.dataclass(frozen=True)

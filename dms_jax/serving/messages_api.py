@@ -107,7 +107,7 @@ def _tools(tools: Any) -> tuple[list[Tool], list[str]]:
 def _with_choice(tools: list[Tool], choice: Mapping[str, Any]) -> Tools:
     kinds = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
     kind, name = choice.get("type"), choice.get("name")
-    if kind not in kinds or (kind == "tool") != isinstance(name, str):
+    if not isinstance(kind, str) or kind not in kinds or (kind == "tool") != isinstance(name, str):
         raise RefusalError(
             'tool_choice must have the type "auto", "any", "none", or "tool" with a name, got '
             f"{show(dict(choice))}.",

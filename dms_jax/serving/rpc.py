@@ -6,9 +6,9 @@
 A message is its length in eight bytes, then its pickle. Messages in one direction keep their order.
 A closed socket means that the other process has ended.
 
-`EngineServer` serves a `Service` with two threads, one that receives and one that sends: the
-engine's thread only queues the deltas of a chunk, and never waits for HTTP. `EngineClient` is used
-by the coroutines of one event loop.
+`EngineServer` serves a `Service` with a thread that receives, one that sends, and some that compile
+grammars, for which no other message waits. The engine's thread only queues the deltas of a chunk,
+and never waits for HTTP. `EngineClient` is used by the coroutines of one event loop.
 """
 
 import asyncio
@@ -27,11 +27,13 @@ from typing import Any, BinaryIO
 from dms_jax.config import ModelConfig
 from dms_jax.errors import DmsJaxError, OtherProcessError
 from dms_jax.generation import Sampling
+from dms_jax.generation.grammar import Grammar
 from dms_jax.helper_process import start_python
 from dms_jax.serving.access import Access
 from dms_jax.serving.service import Delta, Listener, Service, Snapshot, notify
 
 LENGTH = struct.Struct("!Q")
+_COMPILING = 4  # grammars at a time
 _BUFFER_BYTES = 2**22  # received and unread, for bursts of deltas
 
 _logger = logging.getLogger("dms_jax")
@@ -242,14 +244,18 @@ class EngineServer:
         self._service, self._connection = service, connection
         self._on_disconnect = on_disconnect
         service.after_chunk = self._queue_deltas  # of the only server of a service
-        self._indices: dict[int, list[int]] = {}  # key -> indices of its requests in the service
+        # Key -> indices of its requests in the service; from its submission until it is cancelled.
+        self._indices: dict[int, list[int]] = {}
+        self._lock = threading.Lock()  # of `_indices`
+        self._to_compile: queue.SimpleQueue[Submit | None] = queue.SimpleQueue()
         self._deltas: list[tuple[int, tuple[Any, ...] | Exception]] = []  # of this chunk
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox.put(served)
 
     def start(self) -> None:
-        """Starts the two threads."""
-        for target, name in ((self._receive, "receive"), (self._send, "send")):
+        """Starts the threads."""
+        compiling = [(self._compile, "grammars")] * _COMPILING
+        for target, name in ((self._receive, "receive"), (self._send, "send"), *compiling):
             threading.Thread(target=target, name=f"dms_jax {name}", daemon=True).start()
 
     def stop(self) -> None:
@@ -265,14 +271,28 @@ class EngineServer:
         except OSError:  # the client has disconnected
             pass
         self._outbox.put(None)
+        for _ in range(_COMPILING):
+            self._to_compile.put(None)
         self._on_disconnect()
+
+    def _compile(self) -> None:
+        """Submits requests with grammars, which may take seconds to compile."""
+        while (message := self._to_compile.get()) is not None:
+            self._submit(message)
 
     def _handle(self, message: Submit | Cancel | GetSnapshot | ReplaceAdapter) -> None:
         match message:
             case Submit(key):
-                self._outbox.put(Reply(key, self._submit(message)))
+                with self._lock:
+                    self._indices[key] = []
+                if isinstance(message.sampling.grammar, Grammar):
+                    self._to_compile.put(message)
+                else:
+                    self._submit(message)
             case Cancel(key):  # always the last message of a key
-                self._service.cancel(self._indices.pop(key, ()))
+                with self._lock:
+                    indices = self._indices.pop(key, ())
+                self._service.cancel(indices)
             case GetSnapshot(key):
                 self._outbox.put(Reply(key, self._service.snapshot()))
             case ReplaceAdapter():  # in a thread: it waits for requests, whose messages arrive here
@@ -286,11 +306,12 @@ class EngineServer:
             error = _logged(raised)
         self._outbox.put(Reply(call.key, error))
 
-    def _submit(self, call: Submit) -> Exception | None:
+    def _submit(self, call: Submit) -> None:
         def listen(delta: Delta | Exception) -> None:
             sent = portable(delta) if isinstance(delta, Exception) else tuple(delta)
             self._deltas.append((call.key, sent))
 
+        indices, error = list[int](), None
         try:
             indices = self._service.submit(
                 call.prompts,
@@ -299,10 +320,15 @@ class EngineServer:
                 adapter=call.adapter,
                 priority=call.priority,
             )
-        except Exception as error:
-            return _logged(error)
-        self._indices[call.key] = indices
-        return None
+        except Exception as raised:
+            error = _logged(raised)
+        with self._lock:
+            cancelled = call.key not in self._indices
+            if not cancelled:
+                self._indices[call.key] = indices
+        if cancelled:
+            self._service.cancel(indices)
+        self._outbox.put(Reply(call.key, error))
 
     def _queue_deltas(self) -> None:
         """Queues the deltas of a chunk as one message; called in the engine's thread."""

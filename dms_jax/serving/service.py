@@ -52,6 +52,10 @@ class DrainingError(BusyError):
     """The service admits no more requests, because it is about to end."""
 
 
+class DroppedError(DrainingError):
+    """A request was cancelled before the engine had it."""
+
+
 class QueueFullError(BusyError):
     """The most requests run or wait already."""
 
@@ -253,17 +257,10 @@ class Service:
         requests = make_requests(config, prompts, sampling, adapters=adapters, priority=priority)
         for request in requests:
             self._check_fits(request)
+        self._check_admits(requests)  # a full queue compiles no grammars
         self.engine.check_requests(requests)
         with self._changed:
-            if self.failure is not None:
-                raise DrainingError(_FAILED)
-            if self.draining:
-                raise DrainingError(_ENDING)
-            if len(self._jobs) + len(requests) > self.max_requests:
-                raise QueueFullError(
-                    f"{len(self._jobs)} requests run or wait already, of at most "
-                    f"{self.max_requests}. Try again later."
-                )
+            self._check_admits(requests)
             for choice, request in enumerate(requests):
                 request.index = next(self._indices)
                 self._jobs[request.index] = _Job(request, listener, choice)
@@ -374,6 +371,17 @@ class Service:
 
     # -- admission --------------------------------------------------------------------------------
 
+    def _check_admits(self, requests: Sequence[Request]) -> None:
+        if self.failure is not None:
+            raise DrainingError(_FAILED)
+        if self.draining:
+            raise DrainingError(_ENDING)
+        if len(self._jobs) + len(requests) > self.max_requests:
+            raise QueueFullError(
+                f"{len(self._jobs)} requests run or wait already, of at most "
+                f"{self.max_requests}. Try again later."
+            )
+
     def _check_length(self, prompt: int, answer: int) -> None:
         if prompt + answer > self.max_tokens:
             raise TooLongError(
@@ -434,7 +442,7 @@ class Service:
             last = self.draining and not (admitted or self._queue)
         self.engine.cancel(cancelled)
         for request in dropped:
-            self._fail(request, DrainingError("The request was cancelled."))
+            self._fail(request, DroppedError("The request was cancelled."))
         return None if last else admitted
 
     def _waits_for_adapter(self, request: Request) -> bool:

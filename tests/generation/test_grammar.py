@@ -1,12 +1,14 @@
 """Answers with a grammar, beside answers without."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import inspect
 import json
 import random
 import re
+import time
 import types
 from unittest import mock
 
@@ -438,6 +440,14 @@ def test_lanes_with_void_steps_reach_their_length(tokens, monkeypatch):
 # -- refusals ------------------------------------------------------------------------------------
 
 
+def properties(count):
+    return {"type": "object", "properties": {str(each): {} for each in range(count)}}
+
+
+def multiples(*numbers):
+    return {"anyOf": [{"type": "number", "multipleOf": each} for each in numbers]}
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -445,6 +455,11 @@ def test_lanes_with_void_steps_reach_their_length(tokens, monkeypatch):
         (lambda: Grammar.json_schema({"unevaluatedProperties": False}), "unevaluatedProperties"),
         (lambda: Grammar.json_schema([1]), "is an object, got"),
         (lambda: Grammar.json_schema({"enum": {1, 2}}), "no JSON"),
+        (lambda: Grammar.regex("a" * 2**18), "characters, .* 262,144"),
+        (lambda: Grammar.json_schema({"items": properties(5001)}), "5,001 properties, .* 5,000"),
+        (lambda: Grammar.json_schema(multiples(100_003)), "is 100003 .*at most 100,000"),
+        (lambda: Grammar.json_schema(multiples(991, 997)), "is 988027 "),
+        (lambda: Grammar.json_schema(multiples(1234.567)), "is 1234567 "),
         (lambda: Grammar.regex("a(b"), "unclosed group"),
         (lambda: Grammar.regex(3), "is a text, got 3"),
         (lambda: Grammar.lark("start: nowhere"), "nowhere"),
@@ -453,6 +468,45 @@ def test_lanes_with_void_steps_reach_their_length(tokens, monkeypatch):
 def test_invalid_grammar_is_refused(make, said):
     with pytest.raises(ConfigError, match=said):
         make()
+
+
+def test_common_multiples_are_allowed():
+    """Factors of 2 and 5 cost nothing; neither do numbers that are no multiples."""
+    Grammar.json_schema(multiples(1_000_000, 0.0001, 1e-9, 3600, 7))
+    Grammar.json_schema({"type": "object", "properties": {"multipleOf": {"const": 1234567}}})
+
+
+def test_grammar_without_match_is_refused_before_it_runs():
+    """It would fail a chunk, and the requests that run beside it would be recomputed."""
+    for nothing in (Grammar.regex(r"[^\s\S]"), Grammar.json_schema({"$ref": "#"})):
+        requests = requests_of(PROMPTS[:1], Sampling(grammar=nothing))
+        with pytest.raises(ConfigError, match=r"cannot be compiled: no text matches it\.?$"):
+            make_matchers(stories(), requests)
+
+
+def test_few_long_grammars_are_kept(monkeypatch):
+    """Compiled ones hold hundreds of bytes for each of their characters."""
+    sources = [Grammar.regex("a" * count) for count in (20, 30, 20, 40)]
+    monkeypatch.setattr(grammar, "_MOST_CHARACTERS", len(sources[2].source + sources[3].source))
+    for each in sources:
+        make_matchers(stories(), requests_of(PROMPTS[:1], Sampling(grammar=each)))
+    assert [source for _, source in grammar._kept] == [each.source for each in sources[2:]]
+
+
+def test_threads_with_one_grammar_compile_it_once(monkeypatch):
+    pairs, compiled, own = Grammar.regex("(ab|cde){3}"), [], llguidance.LLMatcher
+
+    def compile_slowly(*given, **more):
+        compiled.append(given)
+        time.sleep(0.1)
+        return own(*given, **more)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", compile_slowly)
+    requests = requests_of(PROMPTS, Sampling(grammar=pairs))
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        list(pool.map(lambda each: make_matchers(stories(), [each]), requests))
+    assert len(compiled) == 1
+    assert len({id(each.matcher.compiled) for each in requests}) == len(requests)
 
 
 def test_schema_cannot_disable_keywords():

@@ -4,6 +4,8 @@
 of each mechanism on the real engine.
 """
 
+import dataclasses
+
 import pytest
 
 import dms_jax
@@ -12,8 +14,11 @@ from dms_jax.generation.engine import Source
 from dms_jax.generation.requests import make_requests
 from tests.generation.support import (
     answer,
+    check_requests,
     host_engine,
     prompts,
+    squeezed,
+    story_tokens,
 )
 from tests.support.instances import further
 
@@ -76,6 +81,22 @@ def test_chains_of_a_long_prompt_share_its_pages(name, lanes, prefilled):
     alone, together = pages_of(1), pages_of(6)
     assert together <= alone + (lanes - 1) * 2 * rows
     assert alone > 4 * rows
+
+
+@pytest.mark.parametrize("pages", [15, 16])
+def test_answers_go_on_while_a_shared_prefix_does_not_fit(pages):
+    """The request that prefills it leaves its lane, and comes back when answers have ended."""
+    engine = host_engine("evicts", 6, max_tokens=160, page_size=8, prefill_chunk=16)
+    tokens, short, steps = story_tokens(), dataclasses.replace(SAMPLED, max_new_tokens=2), 0
+    document = tokens[:100]
+    given = [document[:70] + tokens[200:220], document[:65], document, tokens[500:600]]
+    requests = make_requests(engine.model.config, given, short)
+    rows = engine.model.config.num_layers * engine.model.config.num_kv_heads
+    with squeezed(engine, pages * rows), engine.open(Source(requests)) as call:
+        while call.step():
+            steps += 1
+            assert steps < 200
+    check_requests(requests, "evicts")
 
 
 def test_other_max_lengths_share_no_prompt(monkeypatch):

@@ -635,6 +635,7 @@ def test_unsupported_fields_are_refused(client, path, fields, param, words):
         ),
         (dict(messages=[{"role": "tool", "content": "a"}], max_tokens=9), "the role user"),
         (dict(messages=[USER], max_tokens=9, tool_choice={"type": "tool"}), "with a name"),
+        (dict(messages=[USER], max_tokens=9, tool_choice={"type": []}), "must have the type"),
         (dict(messages=[USER], max_tokens=9, tools=[{"input_schema": {}}]), "name"),
         (dict(messages=[USER], max_tokens=9, tools=BLOCKS * 2), "2 tools"),
         (dict(messages=[USER], max_tokens=9, stop=["a"]), "send stop_sequences"),

@@ -143,6 +143,13 @@ ANSWERS = [
         [("f", '{"x": 1}'), ("g", "{}")],
     ),
     (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"x": "1"}}', "", "", [("f", '{"x": "1"}')]),
+    (
+        LLAMA,
+        '{"a": {"b": 1 <|python_tag|>{"name": "f", "parameters": {}}',
+        "",
+        '{"a": {"b": 1',
+        [("f", "{}")],
+    ),
     (LLAMA, ' {"answer": {"name": "f"}} done', "", ' {"answer": {"name": "f"}} done', []),
     (LLAMA, '{"name": "Bob", "age": 3}', "", '{"name": "Bob", "age": 3}', []),
     (LLAMA, 'Say {"name": "f"}', "", 'Say {"name": "f"}', []),

@@ -10,9 +10,13 @@ import pytest
 import dms_jax
 from dms_jax.errors import CapacityError, CheckpointError, ConfigError
 from dms_jax.generation import Sampling
+from dms_jax.generation import engine as engine_module
+from dms_jax.generation.grammar import Grammar
 from dms_jax.serving import Delta, Service
 from dms_jax.serving import service as service_module
 from dms_jax.serving.app import OUT_OF_MEMORY
+from dms_jax.serving.rpc import Cancel, Submit
+from dms_jax.serving.service import QueueFullError
 from tests.generation.support import answer
 from tests.serving.support import (
     BODIES,
@@ -53,6 +57,69 @@ def test_disconnect_frees_pages(held, stream):
     assert client.metric("dms_jax_answers_total", "cancelled") == before + 1
 
 
+def test_disconnect_before_a_lane_is_no_failure(held):
+    client, go_on, waits = held
+
+    def counts():
+        return [client.metric("dms_jax_answers_total", each) for each in ("cancelled", "failed")]
+
+    before = counts()
+    thread = threading.Thread(target=client.ask, kwargs=LONG | {"max_tokens": 3})
+    thread.start()
+    assert waits.wait(60)
+    connection = client.connect()
+    connection.request("POST", "/v1/completions", json.dumps(LONG))
+    wait_until(lambda: client.service._queue)
+    connection.sock.shutdown(2)
+    connection.close()
+    wait_until(lambda: client.service._to_cancel)
+    go_on.set()
+    thread.join(60)
+    wait_until(lambda: not client.service._jobs)
+    wait_until(lambda: counts() == [before[0] + 1, before[1]])
+
+
+@pytest.fixture
+def compiling(idle, monkeypatch):
+    """The client, an event that lets grammars compile, and one that is set when one waits."""
+    go_on, waits = threading.Event(), threading.Event()
+
+    def make_matchers(model, requests):
+        if any(each.sampling.grammar is not None for each in requests):
+            waits.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(engine_module, "make_matchers", make_matchers)
+    yield idle, go_on, waits
+    go_on.set()
+
+
+def test_nothing_waits_for_a_grammar(compiling):
+    """It may compile for seconds: neither its client nor others are kept from the engine."""
+    client, go_on, waits = compiling
+    before, connection = client.metric("dms_jax_answers_total", "cancelled"), client.connect()
+    connection.request("POST", "/v1/completions", json.dumps(LONG | {"guided_regex": "a"}))
+    assert waits.wait(60)
+    assert client.get("/health")[0] == 200
+    assert client.ask(prompt="Hello", max_tokens=1)["choices"]
+    connection.sock.shutdown(2)
+    connection.close()
+    go_on.set()
+    wait_until(lambda: client.metric("dms_jax_answers_total", "cancelled") == before + 1)
+
+
+def test_cancelled_while_its_grammar_compiles(client, monkeypatch):
+    go_on, cancelled, engine = threading.Event(), [], client.engine
+    monkeypatch.setattr(client.service, "submit", lambda *given, **more: go_on.wait(60) and [5])
+    monkeypatch.setattr(client.service, "cancel", lambda indices: cancelled.append([*indices]))
+    sampling = Sampling(grammar=Grammar.regex("a"))
+    engine._handle(Submit(-1, [[1]], sampling, adapter=None, priority=0))
+    engine._handle(Cancel(-1))
+    go_on.set()
+    wait_until(lambda: cancelled == [[], [5]])
+    assert -1 not in engine._indices
+
+
 def test_full_queue_says_when_to_retry(held):
     client, go_on, _ = held
     answers = []
@@ -77,6 +144,15 @@ def test_full_queue_says_when_to_retry(held):
     for thread in threads:
         thread.join(60)
     assert [len(answer["choices"]) for answer in answers] == [LANES] * 3
+
+
+def test_full_queue_compiles_no_grammar(monkeypatch):
+    service, compiled = make_service(), []
+    monkeypatch.setattr(service.engine, "check_requests", compiled.append)
+    monkeypatch.setattr(service, "_jobs", dict.fromkeys(range(service.max_requests)))
+    with pytest.raises(QueueFullError):
+        service.submit([[1]], Sampling(grammar=Grammar.regex("a"), max_new_tokens=1), print)
+    assert not compiled
 
 
 def test_lower_priority_number_comes_first():

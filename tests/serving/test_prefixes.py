@@ -67,3 +67,18 @@ def test_choices_count_cached_tokens_once(keeping):
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < again["usage"]["prompt_tokens"]
     assert cached % 16 == 0
+
+
+def test_choices_that_share_pages_count_only_what_was_cached_before(keeping):
+    """All but the first choice of each prompt continue from its pages."""
+    prompts, sizes = [[5] * 150, [6] * 140, [7] * 9], []
+    for body in (
+        dict(prompt=prompts[0], n=3),
+        dict(prompt=prompts, n=3),
+        dict(prompt=prompts, n=2),
+    ):
+        whole, body = keeping.ask(max_tokens=4, **body), body | dict(max_tokens=4)
+        sizes.append(whole["usage"]["prompt_tokens_details"]["cached_tokens"])
+    usage = keeping.stream(stream_options={"include_usage": True}, **body)[-1]["usage"]
+    assert sizes == [0, 144, 144 + 128]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == sizes[-1]

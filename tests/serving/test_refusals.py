@@ -26,6 +26,7 @@ REFUSED = [
     (False, dict(prompt="a", seed=-1), "seed", "at least 0"),
     (False, dict(prompt="a", stop=[""]), "stop", "none of them empty"),
     (False, dict(prompt="a", stop=["a"] * 17), "stop", "up to 16"),
+    (False, dict(prompt="a", stop=["a", "b" * 1025]), "stop", "longer than 1,024"),
     (False, dict(prompt="a", logprobs=5), "logprobs", "0 or 1"),
     (True, dict(messages=SAY, echo=True), "echo", "not supported"),
     (False, dict(prompt="a", echo=True, stream=True), "echo", "with a stream"),
@@ -70,9 +71,14 @@ REFUSED = [
     (True, dict(messages=SAY, chat_template_kwargs={"template": "a"}), "chat_template_kwargs", ""),
     (True, dict(messages=SAY, chat_template_kwargs=[1]), "chat_template_kwargs", "got [1]"),
     (True, dict(messages=[SAY[0] | {"content": "\ud800"}]), "messages", "surrogate"),
-    (True, dict(messages=[SAY[0] | {"role": "\ud800"}]), "messages", "role must be"),
-    (True, {"messages": SAY, "temperatur\ud800": 1}, r"temperatur\ud800", "did you mean"),
-    (False, dict(prompt="\ud800"), None, "surrogate"),
+    (True, {"messages": SAY, "temperatur\ud800": 1}, r"temperatur\ud800", "surrogate"),
+    (True, dict(messages=SAY, user={"a": ["\ud800"]}), "user", "surrogate"),
+    (False, dict(prompt="\ud800"), "prompt", "surrogate"),
+    (False, dict(prompt="a", guided_regex="\ud800"), "guided_regex", "surrogate"),
+    (False, dict(prompt="a", guided_choice=["\ud800"]), "guided_choice", "surrogate"),
+    (False, dict(prompt=["a", 5]), None, "Prompt 1 must be a string"),
+    (False, dict(prompt=["a", {"role": "user"}]), "prompt", "/v1/chat/completions"),
+    (True, dict(messages=[SAY[0] | {"content": [{"type": []}]}]), "messages", "parts of type"),
 ]
 
 

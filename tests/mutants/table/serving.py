@@ -92,8 +92,18 @@ MUTANTS = [
     Mutant(
         "grammar: two answers follow one matcher",
         "dms_jax/generation/grammar.py",
-        "return _first(tokens, source).deep_copy()",
-        "return _first(tokens, source)",
+        "return self._first.deep_copy()",
+        "return self._first",
         (f"{GRAMMAR}::test_greedy_answer_takes_likeliest_allowed_token",),
+    ),
+    Mutant(
+        "lists: a shared prefix that does not fit comes back before answers end",
+        "dms_jax/generation/scheduler.py",
+        "        self.held_back = False  # answers",
+        "        pass  # answers",
+        (
+            "tests/generation/test_shared_prompts.py::"
+            "test_answers_go_on_while_a_shared_prefix_does_not_fit",
+        ),
     ),
 ]
