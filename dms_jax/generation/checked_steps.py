@@ -16,6 +16,8 @@ engine needs all results.
 To take steps back, a program keeps the state of each row after each step, and what the slots held
 that its steps may overwrite (`programs.Trail`).
 
+A lane whose grammar has become too complex takes no further steps, and its answer ends.
+
 A token that was drawn freely and is allowed, else one drawn among the allowed ones, is distributed
 like one drawn among the allowed ones. With top-k, top-p or min-p the first draw filters the whole
 vocabulary, and the second one the allowed tokens.
@@ -29,7 +31,7 @@ refused.
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dms_jax.generation import programs
-from dms_jax.generation.grammar import GrammarError, Matcher, OpeningMatcher, mask_words
+from dms_jax.generation.grammar import Matcher, OpeningMatcher, mask_words
 from dms_jax.generation.programs import Packed, Steps
 from dms_jax.generation.runner import Runner, StepsInFlight
 from dms_jax.generation.sampling import Filter
@@ -54,9 +56,6 @@ MOST_REFUSED = 0.5
 _NEWEST = 0.25
 _DONE = object()
 _thread = concurrent.futures.ThreadPoolExecutor(1, "dms_jax grammars")
-
-# Lanes to draw again, their entries in the result, and the lane of each entry of the program.
-Redrawing = tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Int[np.ndarray, " m"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +173,17 @@ class CheckedSteps:
     Args:
       runner: the runner.
       end_tokens: token ids that end an answer.
+      on_failure: called with a request whose grammar cannot be followed any further, and why.
 
     Attributes:
       newest: Int[B] on the device, the newest token of each lane.
       requests: lane -> its request.
     """
 
-    def __init__(self, runner: Runner, end_tokens: tuple[int, ...]):
-        self._runner, self._end_tokens = runner, end_tokens
+    def __init__(
+        self, runner: Runner, end_tokens: tuple[int, ...], on_failure: Callable[[Any, str], None]
+    ):
+        self._runner, self._end_tokens, self._on_failure = runner, end_tokens, on_failure
         nobody = np.zeros(runner.num_lanes, bool)
         self.requests: dict[int, Any] = {}
         self._endless, self._epochs = nobody, runner.reservation.epochs
@@ -217,9 +219,6 @@ class CheckedSteps:
           num_steps: number of steps.
           most: the most steps of a program; divides `num_steps`.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
-
-        Raises:
-          GrammarError: a grammar has become too complex; the steps from there on are dropped.
         """
         self._seeds, self._rule = self._runner.seeds, rule
         if self._runner.model.mesh is None:  # arrays are sent once for all steps
@@ -252,9 +251,6 @@ class CheckedSteps:
 
         Args:
           tokens: the newest tokens of all lanes.
-
-        Raises:
-          GrammarError: see `run`.
         """
         self.newest = self._runner.everywhere(tokens)
         self._drop_released()
@@ -334,8 +330,7 @@ class CheckedSteps:
 
     def _begin_check(self, program: _Program) -> None:
         """Begins to check the tokens of a program in a thread."""
-        given = self._endless, self._grammars, self.requests
-        program.check = _thread.submit(self._check, program, *given)
+        program.check = _thread.submit(self._check, program, self._endless, self._grammars)
 
     def _resolve(self, left: int, meanwhile: Iterator[None]) -> None:
         """Checks all programs but the last `left`, and draws refused tokens again."""
@@ -346,27 +341,26 @@ class CheckedSteps:
             assert program.check is not None
             while not program.check.done() and next(meanwhile, _DONE) is not _DONE:
                 pass
-            try:
-                places, ended, share = program.check.result()
-                refused = (places < program.kept) & (program.most > 0)
-                masks = self._masks(refused)
-            except GrammarError:
-                self._launched.clear()
-                raise
+            places, ended, share = program.check.result()
+            refused = (places < program.kept) & (program.most > 0)
+            masks = self._masks(refused)
+            failed = refused.copy()
+            failed[[*masks]] = False
             self._launched.popleft()
             self._ready.append(program)
             if share is not None:
                 self._refused += _NEWEST * (share - self._refused)
-            self._ended = self._ended | (ended & (program.most > 0))
+            self._ended = self._ended | (ended & (program.most > 0)) | failed
             self._consumed = self._consumed & ~refused
-            void = np.where(refused, program.most - places - 1, 0)
-            program.kept = np.where(refused, places + 1, program.kept)
+            own = places + ~failed  # with the token that is drawn again
+            void = np.where(refused, program.most - own, 0)
+            program.kept = np.where(refused, own, program.kept)
             for later in self._launched:  # at most one
                 void = void + later.most * refused
                 later.kept, later.begins = later.kept * ~refused, later.begins & ~refused
             self._taken = self._taken - void
-            if masks is not None:
-                self._redraw(program, places, *masks)
+            if masks:
+                self._redraw(program, places, masks)
             program.trail = None  # its memory
 
     def _check(
@@ -374,7 +368,6 @@ class CheckedSteps:
         program: _Program,
         endless: Bool[np.ndarray, " B"],
         grammars: list[tuple[int, Matcher]],
-        requests: Mapping[int, Any],
     ) -> tuple[Int[np.ndarray, " B"], Bool[np.ndarray, " B"], float | None]:
         """Waits for the tokens of a program, and checks them.
 
@@ -384,14 +377,10 @@ class CheckedSteps:
           program: the program.
           endless: lanes that ignore end tokens.
           grammars: lanes with their matchers.
-          requests: lane -> its request.
 
         Returns:
           The step of each lane's first refused token, C for none; the lanes whose answer has ended;
           and the share of refused tokens, None without any token of a grammar.
-
-        Raises:
-          GrammarError: a grammar has become too complex.
         """
         # The arrays are replaced meanwhile, not changed.
         begins, takes, size = program.begins, (program.most > 0) & (program.kept > 0), program.size
@@ -417,48 +406,41 @@ class CheckedSteps:
                 places[lane] = allowed
             total += count
         refused = takes & (places < size)
-        here = np.flatnonzero(refused & (program.most > 0))  # lanes may be released meanwhile
-        _raise_errors([requests[lane] for lane in here.tolist()])
         ended = is_end & takes & ~refused
         return places, ended, refused.sum() / total if total else None
 
-    def _masks(self, refused: Bool[np.ndarray, " B"]) -> tuple[Redrawing, np.ndarray] | None:
-        """Returns which tokens to draw again, and their masks; None if there are none.
-
-        Raises:
-          GrammarError: a grammar has become too complex.
-        """
-        if not refused.any():
-            return None
-        lanes, num_lanes = np.flatnonzero(refused).astype(np.int32), len(refused)
-        few = len(lanes) <= FEW < num_lanes
-        entries = np.arange(len(lanes), dtype=np.int32) if few else lanes
-        lane_of = np.full(FEW if few else num_lanes, num_lanes, np.int32)
-        lane_of[entries] = lanes
-        masks = np.full(
-            (len(lane_of), mask_words(self._runner.model.config.vocab_size)), -1, np.int32
-        )
-        for entry, lane in zip(entries.tolist(), lanes.tolist(), strict=True):
-            self.requests[lane].matcher.fill(masks[entry])
-        _raise_errors([self.requests[lane] for lane in lanes.tolist()])
-        return (lanes, entries, lane_of), masks
+    def _masks(self, refused: Bool[np.ndarray, " B"]) -> dict[int, Int[np.ndarray, " words"]]:
+        """Returns the masks of tokens to draw again, by lane; none for a lane that has failed."""
+        masks, words = {}, mask_words(self._runner.model.config.vocab_size)
+        for lane in np.flatnonzero(refused).tolist():
+            request, mask = self.requests[lane], np.full(words, -1, np.int32)
+            request.matcher.fill(mask)
+            if (error := request.matcher.error) is None:
+                masks[lane] = mask
+            else:
+                self._on_failure(request, error)
+        return masks
 
     def _redraw(
         self,
         program: _Program,
         places: Int[np.ndarray, " B"],
-        which: Redrawing,
-        masks: Int[np.ndarray, "m words"],
+        masks: Mapping[int, Int[np.ndarray, " words"]],
     ) -> None:
         """Draws tokens of a program again under masks, and takes the steps after them back.
 
         Args:
           program: the program; at most one was launched after it.
           places: the step of each lane's refused token.
-          which: the lanes.
-          masks: the tokens that they may take.
+          masks: the tokens that each lane may take.
         """
-        lanes, entries, lane_of = which
+        lanes, num_lanes = np.fromiter(masks, np.int32), len(places)
+        few = len(lanes) <= FEW < num_lanes
+        entries = np.arange(len(lanes), dtype=np.int32) if few else lanes
+        lane_of = np.full(FEW if few else num_lanes, num_lanes, np.int32)
+        lane_of[entries] = lanes
+        allowed = np.full((len(lane_of), len(masks[int(lanes[0])])), -1, np.int32)
+        allowed[entries] = [*masks.values()]
         refused = np.zeros((3, len(lane_of)), np.int32)
         refused[0], refused[1, entries], refused[2] = lane_of, places[lanes], bool(self._launched)
         trail, later, table = program.trail, None, None
@@ -466,7 +448,7 @@ class CheckedSteps:
         if trail.overwritten is not None:
             table = self._table
             later = self._launched[-1].trail if self._launched else trail
-        given = table, trail, later, self.newest, refused, masks
+        given = table, trail, later, self.newest, refused, allowed
         runner = self._runner
         runner.cache, result, newest = programs.redraw(
             self._outer, runner.cache, *given, self._seeds, self._rule
@@ -475,13 +457,3 @@ class CheckedSteps:
         for each in (self.newest, result.words):
             each.copy_to_host_async()
         program.redrawn = Redrawn(lanes, places[lanes], entries, result)
-
-
-def _raise_errors(requests: Sequence[Any]) -> None:
-    """Raises GrammarError if matchers of some requests have failed."""
-    if wrong := [each for each in requests if each.matcher.error is not None]:
-        raise GrammarError(
-            "The grammar of an answer cannot be followed to its end: "
-            f"{wrong[0].matcher.error}. Give a simpler one.",
-            (each.index for each in wrong),
-        )

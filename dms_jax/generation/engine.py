@@ -188,11 +188,11 @@ class Call:
         self._waits = not self._is_open and source.on_tokens is not None
         end_tokens = () if source.given else engine.end_tokens
         tokenizer = None if source.given else engine.model.tokenizer
-        self.in_flight = InFlight(self.runner, end_tokens)
         tracker = TextTracker(tokenizer, end_tokens)
         self._notifier = Notifier(tracker, source.on_tokens, source.on_notified, source.on_end)
         self._prefill = PrefillQueue(engine.shapes, takes_turns=self._is_open)
         self.scheduler = Scheduler(engine.admission, self._prefill, self._notifier, source.requests)
+        self.in_flight = InFlight(self.runner, end_tokens, self.scheduler.fail)
         self._filter = LanesFilter(self.runner.num_lanes)  # of requests with their own sampling
 
     def step(self) -> bool:

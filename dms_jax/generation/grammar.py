@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dms_jax.checks import show
-from dms_jax.errors import ConfigError, DataError, plain
+from dms_jax.errors import ConfigError, plain
 from dms_jax.extras import import_extra
 from dms_jax.model.language_model import LanguageModel
 
@@ -166,18 +166,6 @@ def regex_rule(pattern: Any) -> str:
     if not isinstance(pattern, str):
         raise ConfigError(f"A regular expression is a text, got {show(pattern)}.")
     return f"/{_library().regex_to_lark(pattern)}/"
-
-
-class GrammarError(DataError):
-    """A grammar became too complex in the middle of an answer.
-
-    Attributes:
-      indices: the requests that failed; the other requests of the call are valid.
-    """
-
-    def __init__(self, message: str, indices: Iterable[int]):
-        super().__init__(message)
-        self.indices = frozenset(indices)
 
 
 class Matcher:

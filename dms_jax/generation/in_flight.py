@@ -5,7 +5,6 @@ the results of each while the next one runs.
 """
 
 import collections
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dms_jax.generation.checked_steps import CheckedSteps
-from dms_jax.generation.grammar import GrammarError, OpeningMatcher, masks_of
+from dms_jax.generation.grammar import OpeningMatcher, masks_of
 from dms_jax.generation.programs import Steps
 from dms_jax.generation.requests import Request, State, check_finite
 from dms_jax.generation.runner import PrefillInFlight, Runner, StepsInFlight
@@ -36,6 +35,7 @@ class InFlight:
     Attributes:
       runner: the runner that launches them.
       end_tokens: token ids that end an answer.
+      on_failure: called with a request whose grammar cannot be followed any further, and why.
       last_tokens: Int[B], the newest token of each lane, on the device until it is collected.
       drawn: lanes whose newest token is the first of an answer and still in flight.
       programs: programs of steps, oldest first, with the requests in their lanes.
@@ -44,6 +44,7 @@ class InFlight:
 
     runner: Runner
     end_tokens: tuple[int, ...]
+    on_failure: Callable[[Request, str], None]
     last_tokens: np.ndarray | jax.Array = dataclasses.field(init=False)
     drawn: frozenset[int] = frozenset()
     programs: collections.deque[tuple[StepsInFlight, dict[int, Request]]] = dataclasses.field(
@@ -92,9 +93,6 @@ class InFlight:
           num_steps: number of steps; see `steps_a_program`.
           reserved: number of steps for which each lane has pages.
           meanwhile: work of the host, in short parts, to do while it waits for tokens to check.
-
-        Raises:
-          NotNumbersError, GrammarError: a request with a grammar cannot go on.
         """
         remaining = self.remaining(running)
         going = {lane: each for lane, each in running.items() if remaining[lane]}
@@ -104,17 +102,16 @@ class InFlight:
         if bound:
             assert rule is not None, "answers that are given have no grammar"
             if self.checked is None:
-                self.checked = CheckedSteps(self.runner, self.end_tokens)
-            with self._recorded_on_error(meanwhile):
-                self.checked.run(
-                    running,
-                    self.last_tokens,
-                    np.minimum(remaining, reserved),  # steps taken back may have added to it
-                    rule,
-                    num_steps=num_steps,
-                    most=self.runner.checked_size(steps_a_program(self.runner, num_steps)),
-                    meanwhile=meanwhile,
-                )
+                self.checked = CheckedSteps(self.runner, self.end_tokens, self.on_failure)
+            self.checked.run(
+                running,
+                self.last_tokens,
+                np.minimum(remaining, reserved),  # steps taken back may have added to it
+                rule,
+                num_steps=num_steps,
+                most=self.runner.checked_size(steps_a_program(self.runner, num_steps)),
+                meanwhile=meanwhile,
+            )
             self._take_checked()
             return
         self._settle()
@@ -144,14 +141,9 @@ class InFlight:
         return self.checked is not None and self.checked.in_flight
 
     def _settle(self) -> None:
-        """Waits for steps whose tokens are not checked yet.
-
-        Raises:
-          NotNumbersError, GrammarError: see `launch_steps`.
-        """
+        """Waits for steps whose tokens are not checked yet."""
         if self.checked is not None and self.checked.in_flight:
-            with self._recorded_on_error(iter(())):
-                self.checked.settle(self.last_tokens)
+            self.checked.settle(self.last_tokens)
             self._take_checked()
 
     def _take_checked(self) -> None:
@@ -160,18 +152,6 @@ class InFlight:
         if (steps := self.checked.take()) is not None:
             self.programs.append((steps, dict(self.checked.requests)))
         self.last_tokens = self.checked.newest
-
-    @contextlib.contextmanager
-    def _recorded_on_error(self, meanwhile: Iterator[None]) -> Iterator[None]:
-        """A context that records the steps before a GrammarError."""
-        try:
-            yield
-        except GrammarError:
-            self._take_checked()
-            collections.deque(meanwhile, maxlen=0)
-            self.collect_prompts()  # raises if their logits are not numbers
-            self.collect_steps()
-            raise
 
     def close(self) -> None:
         """Waits for a running check, also after an error."""

@@ -494,12 +494,13 @@ class Prefixes:
     def keep(self, leaving: Mapping[int, "Request"]) -> None:
         """Caches the sequences of requests that leave their lanes.
 
-        A sequence that cannot be continued exactly is left out, or cut to its prompt.
+        A sequence that cannot be continued exactly is left out, or cut to its prompt. One whose
+        grammar failed is left out: its lane took no steps back.
         """
         lanes = [
             lane
             for lane, request in leaving.items()
-            if self.keeps and self.serves(request) and request.generated
+            if self.keeps and self.serves(request) and request.generated and not request.failure
         ]
         for lane, rows in self._runner.read_lanes(lanes).items():
             self._keep(lane, leaving[lane], rows)

@@ -25,7 +25,7 @@ from dms_jax.generation.grammar import Matcher, OpeningMatcher
 from dms_jax.generation.sampling import Sampling
 from dms_jax.model.language_model import PACKAGE, LanguageModel, check_tokens
 
-FinishReason = Literal["end", "stop", "length", "cancelled"]
+FinishReason = Literal["end", "stop", "length", "grammar", "cancelled"]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 OnTokens = Callable[["Update"], None]
 
@@ -57,7 +57,8 @@ class Completion:
       tokens: the new token ids, end tokens included.
       logprobs: the log-probability of each new token; None unless `Sampling.logprobs` is set.
       finish_reason: "end" for an end token, "stop" for a stop string, "length" for max_new_tokens
-        or the model's last position, "cancelled" if `Engine.cancel` ended it.
+        or the model's last position, "grammar" if its grammar became too complex to be followed,
+        "cancelled" if `Engine.cancel` ended it.
       usage: the use of the cache.
       likeliest: the token with the highest logit at each position of the answer, and its
         log-probability; only if the answer has an opening (`grammar.Opening`), else None.
@@ -108,6 +109,7 @@ class Request:
       prompt_peak: the most live entries after any token of the prompt; set when the first token is.
       text: text so far.
       reported_tokens: number of generated tokens that were streamed.
+      failure: why its grammar cannot be followed any further; None if it can.
       finish_reason: None while it runs; then see `Completion`.
       usage: None while it runs.
     """
@@ -134,6 +136,7 @@ class Request:
     prompt_peak: int = 0
     text: str = ""
     reported_tokens: int = 0
+    failure: str | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 

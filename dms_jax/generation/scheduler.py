@@ -30,7 +30,7 @@ import numpy as np
 from dms_jax.errors import CapacityError
 from dms_jax.generation.notifier import Notifier
 from dms_jax.generation.prefill import Prefill, PrefillQueue, prompt_key, tokens_in_one_pass
-from dms_jax.generation.requests import Request, State
+from dms_jax.generation.requests import FinishReason, Request, State
 from dms_jax.generation.runner import Runner
 
 # Requests to consider per free lane: some wait for prefixes that others prefill.
@@ -455,6 +455,13 @@ class Scheduler:
 
     # -- ends -------------------------------------------------------------------------------------
 
+    def fail(self, request: Request, reason: str) -> None:
+        """Ends a request whose grammar cannot be followed any further, like a cancelled one."""
+        request.failure = (
+            f"The grammar of an answer cannot be followed to its end: {reason}. Give a simpler one."
+        )
+        self.cancelled.add(request.index)
+
     def finish(self, *, cancel: bool = True) -> None:
         """Ends finished and cancelled requests, frees their lanes and pages, queues their updates.
 
@@ -466,7 +473,8 @@ class Scheduler:
         ended: dict[int, Request] = {}
         for lane, request in self.running.items():
             if request.index in cancelled and request.remaining:
-                request.finish_reason = "cancelled"  # unless its last tokens ended it themselves
+                # Unless its last tokens ended it themselves.
+                request.finish_reason = _reason(request)
             elif request.state is State.PREFILL or not request.has_new_tokens:
                 continue
             self.notifier.settle(request)
@@ -523,7 +531,7 @@ class Scheduler:
         asked = [each for each in self.waiting if each.index in cancelled] if cancelled else []
         for request in asked:
             if request.remaining:
-                request.finish_reason = "cancelled"  # unless that token ends it itself
+                request.finish_reason = _reason(request)  # unless that token ends it itself
             if not request.has_new_tokens:
                 changed.append(request)
         for request in changed:
@@ -552,3 +560,8 @@ class Scheduler:
 
 def _priority(request: Request) -> int:
     return request.priority
+
+
+def _reason(request: Request) -> FinishReason:
+    """Why a cancelled request ends."""
+    return "cancelled" if request.failure is None else "grammar"

@@ -29,7 +29,6 @@ from dms_jax.generation import Completion, Engine, EngineKeywords, EngineOptions
 from dms_jax.generation.adapters import GivenAdapter
 from dms_jax.generation.adapters import read as read_adapters
 from dms_jax.generation.engine import Source
-from dms_jax.generation.grammar import GrammarError
 from dms_jax.generation.prefixes import PrefixCounts
 from dms_jax.generation.requests import (
     NotNumbersError,
@@ -488,7 +487,8 @@ class Service:
         )
         if update.finished:
             del self._jobs[update.index]
-        notify(job.listener, delta)
+        failed = request.finish_reason == "grammar"
+        notify(job.listener, DataError(request.failure) if failed else delta)
 
     # -- failures, in the engine's thread ---------------------------------------------------------
 
@@ -504,7 +504,7 @@ class Service:
             requests = [job.request for job in self._jobs.values()]
             queued = {request.index for request in self._queue}
             ran = {request.index for request in self.engine.running}
-            if isinstance(error, NotNumbersError | GrammarError):
+            if isinstance(error, NotNumbersError):
                 ran = error.indices  # including chains that have left their lane since
             stopped = [each for each in requests if each.index in ran]
             stopped = stopped or sorted(requests, key=lambda each: each.index in queued)[:1]

@@ -27,7 +27,6 @@ from dms_jax.generation.checked_steps import CheckedSteps
 from dms_jax.generation.engine import Source
 from dms_jax.generation.grammar import (
     Grammar,
-    GrammarError,
     Matcher,
     make_matchers,
     masks_of,
@@ -348,8 +347,37 @@ def test_grammar_answers_do_not_depend_on_chunk(lanes, chunk):
         assert sent[other.index] == (other.generated, other.text)
 
 
+class FailingMatcher(Matcher):
+    """A matcher that cannot be followed beyond some tokens."""
+
+    def __init__(self, matcher, most):
+        super().__init__(matcher.compiled, matcher._end_tokens)
+        self.most, self._count, self._failed = most, 0, False
+
+    def restart(self, tokens):
+        super().restart(tokens)
+        self._count = len(tokens)
+
+    def consume(self, token):
+        super().consume(token)
+        self._count += 1
+
+    def consume_allowed(self, tokens):
+        allowed = super().consume_allowed(tokens[: self.most - self._count])
+        self._count += allowed
+        self._failed |= self._count == self.most and allowed < len(tokens)
+        return allowed
+
+    @property
+    def error(self):
+        return "too complex" if self._failed else super().error
+
+
 def drawn_requests(choose, samplings):
-    """Returns four to twelve requests, some of them limited to a few tokens."""
+    """Returns four to twelve requests.
+
+    Some are limited to a few tokens, and some grammars cannot be followed beyond a few.
+    """
     requests = []
     for index in range(choose.randint(4, 12)):
         sampling = choose.choice(samplings)
@@ -358,6 +386,10 @@ def drawn_requests(choose, samplings):
         request.max_new_tokens = choose.choice((1, 2, 9, sampling.max_new_tokens))
         requests.append(request)
     make_matchers(stories(), requests)
+    lot = random.Random(len(requests) + requests[0].max_new_tokens)
+    for request in requests:
+        if isinstance(request.matcher, Matcher) and lot.random() < 0.1:
+            request.matcher = FailingMatcher(request.matcher, lot.choice((1, 2, 6, 17)))
     return requests
 
 
@@ -380,7 +412,7 @@ def drawn_requests(choose, samplings):
     ],
 )
 def test_random_arrivals_with_grammars(checks, chunk, policy):
-    """Cancelled, preempted and stopped in all states of the checks: each is answered as alone.
+    """Cancelled, failed, preempted, stopped in all states of the checks: each as alone.
 
     Requests join lanes that go on, also where nothing is refused.
     """
@@ -408,13 +440,26 @@ def test_random_arrivals_with_grammars(checks, chunk, policy):
             want, count = alone_as(each, policy), len(each.generated)
             assert each.generated == want.generated[:count]
             assert each.logprobs == want.logprobs[: len(each.logprobs)]
-            if each.finish_reason == "cancelled":
+            if each.finish_reason == "grammar":
+                assert count == each.matcher.most
+                assert each.failure == (
+                    "The grammar of an answer cannot be followed to its end: too complex. Give a "
+                    "simpler one."
+                )
+            if each.finish_reason in ("cancelled", "grammar"):
                 continue
             assert (each.finish_reason, each.text) == (want.finish_reason, want.text)
             assert each.usage.new_tokens == want.usage.new_tokens
             if each.index not in events.preempted and not each.usage.cached_tokens:
                 assert each.usage.kv_reads == want.usage.kv_reads
-    kinds = ("end", "length", "stop", "cancelled", *(["preempted"] if policy is KEEPS else []))
+    kinds = (
+        "end",
+        "length",
+        "stop",
+        "grammar",
+        "cancelled",
+        *(["preempted"] if policy is KEEPS else []),
+    )
     assert all(reached[each] for each in kinds), reached
 
 
@@ -683,16 +728,14 @@ def test_steps_taken_back_freeze_no_slots():
     assert found.frozen[0, :, 0].tolist() == [9, 0, 0]
 
 
-def test_too_complex_grammar_names_its_request(engine, monkeypatch):
-    sampling = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-z]+"))
-    requests = requests_of(PROMPTS[:2], [GREEDY, sampling])
-    allows = Matcher.consume_allowed
-
-    def wrong(self, tokens):
-        self.compiled.consume_token(500)  # a token that no state of the grammar allows
-        return allows(self, tokens)
-
-    monkeypatch.setattr(Matcher, "consume_allowed", wrong)
-    with pytest.raises(GrammarError, match=r"to its end: .*satisfy") as error:
-        serve_arrivals(engine, [requests])
-    assert error.value.indices == {requests[1].index}
+def test_too_complex_grammar_ends_its_answer_alone(engine):
+    """The answer before it is kept, as is every other one."""
+    limited = dataclasses.replace(GREEDY, grammar=Grammar.regex("[a-zA-Z ,.!\\n]+"))
+    alone, requests = (requests_of(PROMPTS[:2], [limited, GREEDY]) for _ in range(2))
+    serve_arrivals(engine, [alone])
+    make_matchers(stories(), requests)
+    requests[0].matcher = FailingMatcher(requests[0].matcher, 10)
+    serve_arrivals(engine, [requests])
+    assert [each.finish_reason for each in requests] == ["grammar", alone[1].finish_reason]
+    assert [each.generated for each in requests] == [alone[0].generated[:10], alone[1].generated]
+    assert len(alone[0].generated) > 10

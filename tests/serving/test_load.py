@@ -1,5 +1,6 @@
 """Load and shutdown: disconnects, full queues, failures, metrics and draining."""
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -8,7 +9,7 @@ import jax
 import pytest
 
 import dms_jax
-from dms_jax.errors import CapacityError, CheckpointError, ConfigError
+from dms_jax.errors import CapacityError, CheckpointError, ConfigError, DataError
 from dms_jax.generation import Sampling
 from dms_jax.generation import engine as engine_module
 from dms_jax.generation.grammar import Grammar
@@ -153,6 +154,27 @@ def test_full_queue_compiles_no_grammar(monkeypatch):
     with pytest.raises(QueueFullError):
         service.submit([[1]], Sampling(grammar=Grammar.regex("a"), max_new_tokens=1), print)
     assert not compiled
+
+
+def test_too_complex_grammar_fails_its_request_alone(monkeypatch):
+    """llguidance finds out after the first token; the other answer runs on."""
+    ending = dataclasses.replace(stories().generation, eos_token_ids=(2,))
+    model = dataclasses.replace(stories(), generation=ending)
+    service, told = make_service(model=model, num_lanes=2), {"limited": [], "free": []}
+    monkeypatch.setattr(service, "_recover", None)  # which would compute it again
+    free = Sampling(temperature=0, max_new_tokens=30, ignore_eos=True)
+    limited = dataclasses.replace(free, ignore_eos=False, grammar=Grammar.regex("a{1000000}"))
+    with service._changed:
+        service.submit([[1, 70, 90]], limited, told["limited"].append)
+        service.submit([[1, 70, 90]], free, told["free"].append)
+    service.start()
+    assert service.drain(60.0)
+    assert all(isinstance(each, Delta) for each in (*told["free"], *told["limited"][:-1]))
+    assert told["free"][-1].completion.finish_reason == "length"
+    error = told["limited"][-1]
+    assert isinstance(error, DataError)
+    assert "cannot be followed to its end: " in str(error)
+    assert service.snapshot().pages_in_use == 0
 
 
 def test_lower_priority_number_comes_first():

@@ -71,8 +71,15 @@ MUTANTS = [
     Mutant(
         "grammar: steps after a refused token stand",
         "dms_jax/generation/checked_steps.py",
-        "program.kept = np.where(refused, places + 1, program.kept)",
+        "program.kept = np.where(refused, own, program.kept)",
         "pass",
+        (GRAMMAR,),
+    ),
+    Mutant(
+        "grammar: the token after which a grammar has failed is part of the answer",
+        "dms_jax/generation/checked_steps.py",
+        "own = places + ~failed",
+        "own = places + 1",
         (GRAMMAR,),
     ),
     Mutant(
