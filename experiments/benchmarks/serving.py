@@ -10,7 +10,7 @@ a separate process, with the given options; or, with --url, any other server.
     python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 \
         --prompts 64 512 --answers 64 512 --vocabulary 151643 \
         --server="--model model.gguf --dtype bfloat16 --lanes 256 --max-tokens 1024"
-    python -m experiments.benchmarks.serving --clients 16 64 256 --requests 512 --processes 4 \
+    python -m experiments.benchmarks.serving --clients 256 --requests 4096 --processes 4 \
         --answers 200 200 --vocabulary 151000 --regex "(.|\n)*" --free-first \
         --server="--model model --dtype bfloat16 --lanes 256 --max-tokens 1024"
     python -m experiments.benchmarks.serving --clients 256 --requests 1024 --processes 4 \
