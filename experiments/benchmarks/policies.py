@@ -111,7 +111,7 @@ def contenders(context: int, ratio: int) -> Iterator[Contender]:
     yield Contender("Vanilla + float8", dms_jax.Vanilla(), context, kv_dtype=float8)
     yield Contender("DMS (drawn)", drawn, budget, uneven=True)
     yield Contender("DMS (drawn) + float8", drawn, budget, uneven=True, kv_dtype=float8)
-    half = max(budget // 2, PAGE_SIZE)
+    half = max(budget // 2, 2 * PAGE_SIZE)
     quest = dms_jax.Quest(budget=half, over=drawn)
     yield Contender("DMS (drawn) + Quest", quest, budget, uneven=True)
     yield Contender("DMC", dms_jax.DMC(), budget, uneven=True)

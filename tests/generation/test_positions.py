@@ -16,8 +16,8 @@ def test_warns_if_answers_exceed_positions():
     prompts = [[1] * 2, [1] * 12, [1] * 3]
     sampling = Sampling(max_new_tokens=POSITIONS - 3)
     says = (
-        rf"max_new_tokens={POSITIONS - 3:,} .* model's {POSITIONS:,} positions .* 1 of 3 answers "
-        rf"end earlier, that to prompt 1 of 12 tokens after {POSITIONS - 12:,}"
+        rf"max_new_tokens={POSITIONS - 3:,} .* model's {POSITIONS:,} positions leave after a "
+        rf"prompt of 12 tokens: 1 of 3 answers end earlier, prompt 1's after {POSITIONS - 12:,}"
     )
     with pytest.warns(UserWarning, match=says):
         requests = make_requests(CONFIG, prompts, sampling)

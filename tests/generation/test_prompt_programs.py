@@ -110,7 +110,7 @@ def test_prompt_compiles_only_programs_it_runs(length, needed, shapes_of):
 
 
 @pytest.mark.parametrize(
-    ("policy", "few"), [(dms_jax.Quest(budget=20), True), (MECHANISMS["tova"], False)]
+    ("policy", "few"), [(dms_jax.Quest(budget=32), True), (MECHANISMS["tova"], False)]
 )
 def test_token_by_token_prefill_is_padded(policy, few):
     """Except recomputed answers, which use the programs of prompts."""
