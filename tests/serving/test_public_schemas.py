@@ -90,6 +90,8 @@ def test_public_schemas_give_valid_answers_or_reasons():
     assert len(refusals) >= 200
     for schema, error in refusals:
         assert (error.status, error.param) == (400, "response_format")
+        if re.search(r" (characters|properties), and at most [\d,]+ are compiled", error.message):
+            continue
         said = error.message.partition("response_format: The grammar cannot be compiled: ")[2]
         assert said, error.message
         if named := re.search(r"Unimplemented keys: \[(.*?)\]", said):
