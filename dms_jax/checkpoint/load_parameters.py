@@ -1,13 +1,15 @@
 """Load the parameters of a model from the tensors of a checkpoint.
 
 One message names every missing, unexpected and mis-shaped tensor before any data is read. Then
-parameters are loaded one at a time, the tensors of each in threads. With a mesh, each device's
-slice is read directly from the files. So memory never holds a second copy of the model.
+two parameters are loaded at a time, so that one is read while the other goes to its device, and the
+tensors of each in threads. With a mesh, each device's slice is read directly from the files. So
+memory never holds a second copy of the model.
 """
 
 import concurrent.futures
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -30,6 +32,8 @@ from dms_jax.policies.values import AdapterShape
 _MOST_PROBLEMS = 160
 # Threads that read, transpose and check tensors.
 _THREADS = 8
+# Most numbers in a read.
+_RUN = 2**21
 
 
 def load_parameters(
@@ -58,15 +62,22 @@ def load_parameters(
     """
     abstract, pieces_of = _checked(config, weights, adapter)
     parameters, arrays = parameters_of(abstract), {}
-    with compilation.counted(len(parameters), "Loading", "array") as count:
-        for path, param in parameters.items():
-            arrays[path] = read_parameter(
-                weights,
-                pieces_of[path],
-                param.get_value().shape,
-                dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
-                place=place_of(param, mesh, rules),
-            )
+
+    def read(path: Path) -> jax.Array:
+        return read_parameter(
+            weights,
+            pieces_of[path],
+            parameters[path].get_value().shape,
+            dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
+            place=place_of(parameters[path], mesh, rules),
+        )
+
+    with (
+        compilation.counted(len(parameters), "Loading", "array") as count,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        for path, array in zip(parameters, pool.map(read, parameters), strict=True):
+            arrays[path] = array
             count()
     return with_arrays(abstract, arrays)
 
@@ -217,23 +228,26 @@ def read_parameter(
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
-        if not stacked:
-            return read_tensor(weights, pieces[0].layout, 0, shape, index, dtype)
-        chosen = range(layers)[index[0]]
-        sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
-        out = np.empty(sizes, dtype)
+        out = np.empty(
+            [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)], dtype
+        )
+        rows, inner = (out, index[1:]) if stacked else (out[None], index)
+        chosen = range(layers)[index[0]] if stacked else range(1)
+        own_shape = shape[1:] if stacked else shape
 
-        def fill(piece: names.Piece, row: int) -> None:
-            if (found := piece.within(index[1:], shape[1:])) is None:
-                return
-            there, own = found
-            piece_shape = piece.shape(shape[1:])
+        def fill(task: tuple[int, names.Piece, tuple[slice, ...], tuple[slice, ...]]) -> None:
+            row, piece, there, own = task
+            piece_shape = piece.shape(own_shape)
             read = read_tensor(weights, piece.layout, chosen[row], piece_shape, own, dtype)
-            out[row][there] = read
+            rows[row][there] = read
 
-        each = itertools.product(pieces, range(len(chosen)))
+        tasks = [
+            (row, piece, there, own)
+            for row, piece in itertools.product(range(len(chosen)), pieces)
+            for there, own in _runs(piece, inner, own_shape)
+        ]
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda one: fill(*one), each):  # iterate to raise the first error
+            for _ in pool.map(fill, tasks):  # iterate to raise the first error
                 pass
         return out
 
@@ -250,6 +264,38 @@ def read_parameter(
         return parts[key]
 
     return jax.make_array_from_callback(shape, place, cached)
+
+
+def _runs(
+    piece: names.Piece, index: tuple[slice, ...], shape: tuple[int, ...]
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Splits what a piece fills of a part of a parameter into reads that a core's cache can hold.
+
+    Args:
+        piece: the piece.
+        index: the part.
+        shape: shape of the parameter, without its layer axis.
+
+    Returns:
+        slices of the part and of the piece for each read.
+    """
+    if (found := piece.within(index, shape)) is None:
+        return []
+    there, own = found
+    axis = piece.layout.split_axis(piece.shape(shape))
+    if axis is None:
+        return [found]
+    first, start, stop = there[axis].start, own[axis].start, own[axis].stop
+    step = max(1, _RUN * (stop - start) // math.prod(cut.stop - cut.start for cut in own))
+
+    def moved(cuts: tuple[slice, ...], low: int, high: int) -> tuple[slice, ...]:
+        return (*cuts[:axis], slice(low, high), *cuts[axis + 1 :])
+
+    return [
+        (moved(there, first + low - start, first + high - start), moved(own, low, high))
+        for low in range(start, stop, step)
+        for high in (min(low + step, stop),)
+    ]
 
 
 def read_tensor(

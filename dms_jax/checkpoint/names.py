@@ -46,6 +46,10 @@ class Layout:
         """Shape of the tensor for a parameter of `shape` (without its layer axis)."""
         return tuple(math.prod(shape[dim] for dim in group) for group in self.groups)
 
+    def split_axis(self, shape: tuple[int, ...]) -> int | None:
+        """The dimension of the parameter to split for reads of consecutive rows of the tensor."""
+        return self.groups[0][_leading(self.groups[0], shape)]
+
     def tensor_slices(
         self, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -154,6 +158,10 @@ class Joined(Layout):
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         shapes = [piece.layout.tensor_shape(piece.shape(shape)) for piece in self.pieces]
         return (sum(each[0] for each in shapes), *shapes[0][1:])
+
+    def split_axis(self, shape: tuple[int, ...]) -> int | None:
+        """None: a part is read as the whole tensor."""
+        return None
 
     def tensor_slices(
         self, shape: tuple[int, ...], index: tuple[slice, ...]

@@ -10,6 +10,9 @@ and have the requested length. Parts:
 - **binding**: a cache too small for its requests, plain, float8 and DMS, with an untrained adapter
   that draws decisions to reach --ratio.
 - **mixed**: requests of 512 to 4,096 tokens in too small a cache, under training-free policies.
+- **adapter**: what a trained adapter costs, dms_jax alone: chats with a plain cache, with the
+  adapter's low-rank updates beside the weights or merged into them, and with decisions that evict
+  nothing.
 
 vLLM's wheel and its dependencies may be unpacked in a separate folder (--vllm). Without --model
 both read random weights of --shape from a directory.
@@ -18,6 +21,8 @@ both read random weights of --shape from a directory.
         --out experiments/results/speed/qwen2.5-1.5b.json
     python -m experiments.benchmarks.vllm_peer --shape llama-3.1-8b --parts plain mixed \
         --chats 64 --prompts 8 8192 --out experiments/results/speed/llama-3.1-8b.json
+    python -m experiments.benchmarks.vllm_peer --model coder-1.5b.gguf --adapter runs/coder/model \
+        --parts adapter --chats 256 --out experiments/results/speed/adapter.json
 """
 
 import contextlib
@@ -40,6 +45,7 @@ from typing import Any, Literal
 import numpy as np
 
 import dms_jax
+from dms_jax.checkpoint.adapter import read_adapter
 from dms_jax.command_line.reports import make_place, write_json
 from dms_jax.command_line.running import command, run
 from dms_jax.model.caching import entry_bytes, tree_bytes
@@ -48,12 +54,13 @@ from experiments.benchmarks import shapes
 from experiments.benchmarks.decode_steps import kept_share
 from experiments.benchmarks.settings import check_numbers
 
-Part = Literal["plain", "binding", "mixed"]
+Part = Literal["plain", "binding", "mixed", "adapter"]
 Backend = Literal["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
 # Upper bound of vLLM's activations and graphs beside weights and cache, bytes.
 BESIDE = 8 << 30
 WINDOW = 128  # of DMS
 PAGE = 64
+NEVER = 1e9  # alpha_offset with which DMS evicts nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +68,10 @@ class Config:
     """Time requests beside vLLM."""
 
     model: pathlib.Path | None = None
-    """Directory of a model of --shape; by default one with random weights is made."""
+    """Directory (GGUF file: parts without vLLM) of a model of --shape; by default one with random
+    weights is made."""
+    adapter: pathlib.Path | None = None
+    """Directory of a trained DMS adapter of the model, for the part "adapter"."""
     shape: shapes.Shape = "qwen2.5-1.5b"
     """Model shape to time."""
     parts: tuple[Part, ...] = ("plain", "binding", "mixed")
@@ -91,6 +101,8 @@ class Config:
 
     def __post_init__(self):
         check_numbers(self)
+        if ("adapter" in self.parts) != (self.adapter is not None and self.model is not None):
+            raise dms_jax.ConfigError("--parts adapter goes with --adapter and --model.")
         shortest = sum(self.binding[1:])
         if "binding" in self.parts and shortest <= self.ratio * (WINDOW + 1):
             raise dms_jax.ConfigError(
@@ -111,6 +123,7 @@ class System:
       backend: vLLM's attention.
       kv_dtype: dtype of keys and values; None for the weights' dtype.
       policy: the policy of dms_jax.
+      adapter: where the adapter's low-rank updates are; None for a model without it.
     """
 
     project: Literal["dms_jax", "vllm"]
@@ -120,12 +133,15 @@ class System:
     backend: Backend | None = None
     kv_dtype: str | None = None
     policy: Policy = Vanilla()  # noqa: RUF009 (it is immutable)
+    adapter: Literal["beside", "merged"] | None = None
 
     @property
     def label(self) -> str:
         """The name of its rows."""
         if self.project == "dms_jax":
             words = ["dms_jax", short(self.policy)]
+            words += [f"updates {self.adapter}"] if self.adapter else []
+            words += ["nothing evicted"] if getattr(self.policy, "alpha_offset", 0) == NEVER else []
         else:
             words = ["vLLM", str(self.backend), f"{self.lanes} sequences"]
         return ", ".join(words + ([self.kv_dtype] if self.kv_dtype else []))
@@ -162,11 +178,15 @@ class Ours:
         import jax.numpy as jnp
 
         assert config.model is not None
-        model = dms_jax.load(config.model, dtype=jnp.bfloat16)
+        adapter = config.adapter if system.adapter else None
+        merged = system.adapter == "merged"
+        model = dms_jax.load(config.model, dtype=jnp.bfloat16, adapter=adapter, merge=merged)
         # Answers end only at their length.
         endless = dataclasses.replace(model.generation, eos_token_ids=())
         model = dataclasses.replace(model, generation=endless, tokenizer=None)
-        self._model, self._system = shapes.with_scorer(model, system.policy), system
+        if adapter is None:
+            model = shapes.with_scorer(model, system.policy)
+        self._model, self._system = model, system
         self._engine: dms_jax.Engine | None = None
 
     def start(self) -> dict[str, Any]:
@@ -541,11 +561,33 @@ def mixed(config: Config, report: Report) -> None:
         time_all(config, report, "mixed", [System("dms_jax", policy=policy, **common)], loads)
 
 
+def adapter(config: Config, report: Report) -> None:
+    """Chats with a plain cache and with a trained adapter, its costs apart."""
+    assert config.adapter is not None
+    model = shapes.config_of(config.shape)
+    token = model.num_layers * model.num_kv_heads * entry_bytes(model, "bfloat16")
+    tokens = CHAT + ANSWER + PAGE
+    lanes = max(config.chats)
+    common: dict[str, Any] = dict(lanes=lanes, cache=lanes * tokens * token, longest=tokens)
+    trained = read_adapter(config.adapter).policy
+    if not isinstance(trained, dms_jax.DMS):
+        raise dms_jax.ConfigError(f"--adapter {config.adapter}: it is one of {short(trained)}.")
+    keeps_all = dataclasses.replace(trained, alpha_offset=NEVER)
+    systems = [
+        System("dms_jax", **common),
+        System("dms_jax", adapter="beside", **common),
+        System("dms_jax", adapter="merged", policy=keeps_all, **common),
+        System("dms_jax", adapter="merged", policy=trained, **common),
+        System("dms_jax", adapter="beside", policy=trained, **common),
+    ]
+    time_all(config, report, "adapter", systems, chat_loads(config.chats))
+
+
 def main(config: Config) -> None:
     """Times the parts and writes the figures after each."""
     make_place("--out", config.out)
     report = Report(config)
-    parts = dict(plain=plain, binding=binding, mixed=mixed)
+    parts = dict(plain=plain, binding=binding, mixed=mixed, adapter=adapter)
     with model_directory(config) as folder:
         for part in config.parts:
             parts[part](dataclasses.replace(config, model=folder), report)

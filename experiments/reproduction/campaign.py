@@ -101,6 +101,8 @@ class Config:
     """Trainings of each retrofit and of the control."""
     questions: int | None = None
     """Training problems of each set; all but the held-out ones unless given."""
+    lesson_temperatures: tuple[float, ...] = (0.7, 1.0, 0.0)
+    """Temperatures of the answers to each training problem."""
     held_out: int = 1000
     """The last training problems of GSM8K, for choosing recipes."""
     tokens: int = 610 * 32768
@@ -133,7 +135,7 @@ class Config:
     """Sequences in the cache at a time."""
 
     def __post_init__(self):
-        check_numbers(self, may_be_zero=("seeds",))
+        check_numbers(self, may_be_zero=("seeds", "lesson_temperatures"))
 
 
 # -- trainings ------------------------------------------------------------------------------------
@@ -182,6 +184,9 @@ TRAININGS = {
     ),
     "mixed16-3.3": Training(mixed=True, changes=dict(answers_only=True, text_weight=0.5)),
     "wide-3.3": Training(changes=dict(low_rank=LowRank(rank=128, alpha=256.0))),
+    "wide-text-3.3": Training(
+        changes=dict(answers_only=True, text_weight=0.5, low_rank=LowRank(rank=128, alpha=256.0))
+    ),
     "all-3.3": Training(trainable="all"),
     "adapter-3.3": Training(trainable="adapter"),
     "kvpop": Training(policy=dms_jax.KVpop(budget=128, window=16)),
@@ -230,7 +235,10 @@ RULES = ("peak", "share")
 SHARE = 3.3  # compression ratio of the papers' rule
 FLOAT8 = "float8"  # the whole cache in 8 bits
 # Trainings on the frontiers.
-VOTING = ("dms-3.3", "control", "text-3.3", "mixed16-3.3", "wide-3.3", "all-3.3", "dms-8", "kvpop")
+VOTING = (
+    *("dms-3.3", "control", "text-3.3", "mixed16-3.3", "wide-3.3", "wide-text-3.3", "all-3.3"),
+    *("dms-8", "kvpop"),
+)
 ON_FRONTIERS = ("quest", "tova", "rkv")
 
 
@@ -300,7 +308,7 @@ class Campaign:
             held_out=config.held_out if gsm8k else 1,
             judge="gsm8k" if gsm8k else "mathematics",
             style="boxed",
-            temperatures=(0.7, 1.0, 0.0),
+            temperatures=config.lesson_temperatures,
             max_new_tokens=config.new_tokens if gsm8k else config.long_new_tokens // 2,
             keep=config.keep,
             dtype=config.dtype,

@@ -8,12 +8,16 @@ import re
 import runpy
 import sys
 
+import jax
+
 # Its first import adds a jax setting, after which everything is traced again.
-import jax.experimental.pallas.tpu  # noqa: F401
+import jax.experimental.pallas.tpu
 import pytest
 
 import dms_jax
 from dms_jax.command_line import retrofit, running
+from dms_jax.model import low_rank
+from experiments.benchmarks import shapes, vllm_peer
 from experiments.benchmarks.settings import check_numbers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -132,6 +136,36 @@ def test_smallest_run_writes_figures(name, tmp_path, monkeypatch):
         assert path.is_dir() or path.stat().st_size > 0
         if path.suffix == ".json":
             assert json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+@pytest.mark.nightly
+def test_adapter_is_timed_without_and_with_evictions(tmp_path):
+    original = shapes.model_of("tiny", "float32")
+    dms_jax.save(original, dms_jax.Vanilla(), tmp_path / "base")
+    model = dms_jax.load(tmp_path / "base")
+    policy = dms_jax.DMS(window=16, source="adapter", alpha_offset=-5.0)  # evicts, untrained
+    model = shapes.with_scorer(model, policy)
+    size = low_rank.LowRank(rank=2)
+    factors = low_rank.initial_factors(model.transformer, size, jax.random.key(0))
+    added = low_rank.add_factors(model.transformer, size, factors)
+    model = dataclasses.replace(model, transformer=added)
+    dms_jax.save(model, policy, tmp_path / "adapter", adapter_only=True)
+    vllm_peer.main(
+        vllm_peer.Config(
+            model=tmp_path / "base",
+            adapter=tmp_path / "adapter",
+            shape="tiny",
+            parts=("adapter",),
+            chats=(2,),
+            runs=1,
+            out=tmp_path / "adapter.json",
+        )
+    )
+    rows = json.loads((tmp_path / "adapter.json").read_text())["rows"]
+    ratios = {row["system"]: row["compression_ratio"] for row in rows}
+    assert len(rows) == len(ratios) == 5
+    evicting = {name: ratio for name, ratio in ratios.items() if ratio > 1}
+    assert set(evicting) == {f"dms_jax, DMS, updates {where}" for where in ("merged", "beside")}
 
 
 def test_bad_number_names_its_option():
