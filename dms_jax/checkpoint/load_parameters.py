@@ -74,7 +74,7 @@ def load_parameters(
 
     with (
         compilation.counted(len(parameters), "Loading", "array") as count,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         for path, array in zip(parameters, pool.map(read, parameters), strict=True):
             arrays[path] = array
