@@ -132,6 +132,7 @@ class Checked(StepsInFlight):
             if (redrawn := each.redrawn) is not None:
                 part, lengths = _with_redrawn(part, lengths, redrawn)
             parts.append(part)
+        parts = _with_likeliest(parts)
         steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
         return dataclasses.replace(_in_order(steps), lengths=lengths, frozen=frozen), self.ended
 
@@ -149,6 +150,22 @@ def _with_redrawn(
     lengths = lengths.copy()
     lengths[:, redrawn.lanes] = left[:, redrawn.entries]
     return dataclasses.replace(steps, **found), lengths
+
+
+def _with_likeliest(parts: list[Steps]) -> list[Steps]:
+    """Gives all programs the likeliest tokens if some have them; else zeros, which nobody reads."""
+    if all(each.likeliest is None for each in parts):
+        return parts
+    return [
+        dataclasses.replace(
+            each,
+            likeliest=np.zeros_like(each.tokens),
+            highest=np.zeros(each.tokens.shape, np.float32),
+        )
+        if each.likeliest is None
+        else each
+        for each in parts
+    ]
 
 
 def _in_order(steps: Steps) -> Steps:
@@ -295,13 +312,16 @@ class CheckedSteps:
         runner = self._runner
         left = np.where(going, self._remaining - self._taken, 0)
         most = np.minimum(left, size)
-        forced = np.full((size, len(left)), -1, np.int32)
-        for lane, matcher in self._openings:
-            tokens = matcher.force(int(most[lane]))
-            forced[: len(tokens), lane] = tokens
+        checks = programs.Checks()
+        if self._openings:
+            forced = np.full((size, len(left)), -1, np.int32)
+            for lane, matcher in self._openings:
+                tokens = matcher.force(int(most[lane]))
+                forced[: len(tokens), lane] = tokens
+            checks = programs.Checks(forced)
         left = (left + programs.ENDLESS * self._endless).astype(np.int32)
         given = self._table, self.newest, left, self._seeds, runner.traced_policy, self._rule
-        args = *runner.cached, *given, size, self._end_tokens, forced
+        args = *runner.cached, *given, size, self._end_tokens, checks
         if size not in self._chosen:
             self._chosen[size] = programs.decode.chosen(*args)
         before = self.newest

@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -85,8 +85,10 @@ def compile_first(
     drawn = any(not each.generated for each in requests)
     steps = any(each.remaining > (not each.generated) for each in requests)
     form = jax.tree.structure(rule)
-    masked = any(each.sampling.grammar is not None for each in requests)
-    key = (form, masked, drawn, steps, num_steps, end_tokens, pages, pages_of_steps, *batches)
+    grammars = [each.sampling.grammar for each in requests if each.sampling.grammar is not None]
+    openings = frozenset(isinstance(each, grammar.Opening) for each in grammars)
+    masked = bool(openings)
+    key = (form, openings, drawn, steps, num_steps, end_tokens, pages, pages_of_steps, *batches)
     if key in compiled:
         return
     compiled.add(key)
@@ -96,7 +98,7 @@ def compile_first(
         (
             # Steps take the compiler longest: they come first, while prompts are traced.
             *([calls.steps(pages_of_steps, num_steps, end_tokens)] if steps and not masked else []),
-            *(calls.checked([pages_of_steps], [num_steps], end_tokens) if steps and masked else []),
+            *(calls.checked([pages_of_steps], [num_steps], end_tokens, openings) if steps else []),
             *(calls.update_table(pages_of_steps) if steps else []),
             *(calls.extend(shape, pages, ends=ends) for shape, ends in batches),
             *([calls.first_tokens(masked=masked)] if drawn else []),
@@ -160,7 +162,7 @@ def compile_all(
     for pages in widths:
         steps += calls.update_table(pages)
     if grammar.is_served(runner.model):
-        steps += calls.checked(widths, num_steps, end_tokens)
+        steps += calls.checked(widths, num_steps, end_tokens, {False, True})
         steps += [calls.first_tokens(masked=True)]
     prefixes = [*calls.states(), *calls.host_pages()] if runner.prefixes.keeps else []
     hidden = [calls.keep_hidden(entries) for entries in {shape.entries for shape, _ in every}]
@@ -213,26 +215,42 @@ class _Calls:
         return programs.extend, (*self.runner.cached, *given, shape.one_pass, shape.places)
 
     def steps(
-        self, pages: int, num_steps: int, end_tokens: tuple[int, ...], *forced: np.ndarray
+        self, pages: int, num_steps: int, end_tokens: tuple[int, ...], *checks: programs.Checks
     ) -> _Call:
         lanes, table = self._lanes, self.runner.everywhere(self._table(len(self._lanes), pages))
         tokens, policy = self.runner.everywhere(lanes), self.runner.traced_policy
         before = *self.runner.cached, table, tokens, lanes, self._seeds, policy
-        rest = self._rule(num_steps), num_steps, end_tokens, *forced
+        rest = self._rule(num_steps), num_steps, end_tokens, *checks
         return programs.decode, (*before, *rest)
 
     def checked(
-        self, widths: Iterable[int], num_steps: Iterable[int], end_tokens: tuple[int, ...]
+        self,
+        widths: Iterable[int],
+        num_steps: Iterable[int],
+        end_tokens: tuple[int, ...],
+        openings: Collection[bool],
     ) -> list[_Call]:
         """Returns the steps of lanes with a grammar, and what draws their tokens again.
 
-        Tokens are drawn again for a few lanes, or all. `widths` are those of the page table.
+        Tokens are drawn again for a few lanes, or all.
+
+        Args:
+          widths: widths of the page table.
+          num_steps: the possible numbers of steps per program.
+          end_tokens: token ids that end an answer.
+          openings: whether lanes have an opening; both, if some have and others do not.
         """
+        if not openings:
+            return []
         runner, num_lanes, calls = self.runner, len(self._lanes), list[_Call]()
         outer, tokens = runner.model.transformer.without_layers(), runner.everywhere(self._lanes)
         for size in sorted({1, *map(runner.checked_size, num_steps)}, reverse=True):
-            forced = np.zeros((size, num_lanes), np.int32)
-            calls += [self.steps(pages, size, end_tokens, forced) for pages in widths]
+            calls += [
+                self.steps(pages, size, end_tokens, programs.Checks(forced))
+                for opened in openings
+                for forced in (np.zeros((size, num_lanes), np.int32) if opened else None,)
+                for pages in widths
+            ]
             trail = runner.blank_trail(size)
             given = [(None, trail, None)]
             if trail.overwritten is not None:

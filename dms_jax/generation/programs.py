@@ -332,7 +332,7 @@ class Steps:
     lane took; `live` and `reads` are totals over its L * K rows. Log-probabilities are None unless
     asked for. `greedy` says whether each given token is the likeliest; None unless tokens are
     given. `finite` says whether the logits were numbers. `likeliest` and `highest`, None unless
-    tokens are masked or checked, are the likeliest token and its log-probability. At the end of
+    tokens are masked or forced, are the likeliest token and its log-probability. At the end of
     the chunk `lengths` are the slots in use of each row, and `frozen` those that are never written
     again (`frozen_slots`).
     """
@@ -614,8 +614,8 @@ def _next_tokens(
         return Steps(given, *look_up(logits, given), are_numbers(logits))
     assert isinstance(rule, Filter)
     tokens, logprobs = sample(logits, keys, positions, rule, forced)
-    checked = rule.allowed is not None or forced is not None
-    best = likeliest(logits) if checked else (None, None)
+    opened = rule.allowed is not None or forced is not None
+    best = likeliest(logits) if opened else (None, None)
     return Steps(tokens, logprobs if rule.logprobs else None, None, are_numbers(logits), *best)
 
 
@@ -633,6 +633,17 @@ def _ends(tokens: Int[Array, " B"], end_tokens: tuple[int, ...]) -> Bool[Array, 
     return functools.reduce(
         jnp.logical_or, [tokens == end for end in end_tokens], jnp.zeros(tokens.shape, bool)
     )
+
+
+@struct.dataclass
+class Checks:
+    """Marks steps whose tokens the host checks.
+
+    Attributes:
+      forced: Int[C, B], tokens that lanes must take (-1: any); None if no lane has an opening.
+    """
+
+    forced: Any = None
 
 
 @struct.dataclass
@@ -723,14 +734,14 @@ def decode(
     rule: Filter | Given,
     num_steps: int,
     end_tokens: tuple[int, ...],
-    forced: Int[Array, "C B"] | None = None,
+    checks: Checks | None = None,
     *,
     block: int = 1,
 ) -> tuple[Cache, Packed, Int[Array, " B"], Tail | None, Trail | None]:
     """Adds up to `remaining[b]` tokens per lane in `num_steps` steps; see `Runner.decode`.
 
-    `ENDLESS` is added to `remaining` of a lane whose answer goes on after end tokens. If the host
-    checks the tokens (`checked_steps`), `forced` are those that lanes must take (-1: any).
+    `ENDLESS` is added to `remaining` of a lane whose answer goes on after end tokens. `checks` is
+    given if the host checks the tokens (`checked_steps`).
 
     The results are the cache, the `Steps`, the newest token of each lane, the tail, and, if the
     host checks the tokens, their trail.
@@ -765,7 +776,7 @@ def decode(
             reads=passed.reads[:, 0],
         )
         trail = None
-        if forced is not None:
+        if checks is not None:
             trail = _trail(passed.cache, hidden, policy, transformer.config.num_kv_heads)
         return (passed.cache, new, remaining), (out, trail)
 
@@ -773,11 +784,12 @@ def decode(
     remaining, endless = _split(remaining)
     remaining = jnp.where(_ends(tokens, end_tokens) & ~endless, 0, remaining)
     table_before, overwritten = cache.page_table, None
-    if forced is not None and num_steps > 1:
+    if checks is not None and num_steps > 1:
         cache, overwritten = _save_overwritten(cache, page_table, policy, num_steps)
     cache = attach_tail(dataclasses.replace(cache, page_table=page_table), host, num_steps)
     carry = (cache, tokens, remaining)
-    chosen = rule.tokens if isinstance(rule, Given) else None, forced
+    given = rule.tokens if isinstance(rule, Given) else None
+    chosen = given, None if checks is None else checks.forced
     (cache, newest, _), (steps, trail) = jax.lax.scan(step, carry, chosen, length=num_steps)
     cache, tail = detach_tail(cache)
     frozen = _frozen_slots(transformer, policy, cache)

@@ -610,6 +610,26 @@ def test_opening_forces_its_tokens():
     assert matcher.only == 69
 
 
+@pytest.mark.usefixtures("fakes")
+def test_opening_joins_answers_with_grammars():
+    """Programs with forced tokens have the likeliest ones, those before it have none."""
+    engine = Engine(stories(), num_lanes=8, max_tokens=64, page_size=16, chunk=16)
+    text = Sampling(temperature=0.7, max_new_tokens=40, grammar=Grammar.regex(r"(.|\n)*"), seed=3)
+    opened = dataclasses.replace(text, grammar=grammar.Opening((301, 302, 303, 304, 305)))
+    (alone,) = engine.generate(PROMPTS[:1], sampling=opened)
+    samplings = [*[text] * 5, opened]
+    requests = [
+        make_request(engine.model.config, PROMPTS[0], sampling, index=index, seed=3)
+        for index, sampling in enumerate(samplings)
+    ]
+    serve_arrivals(engine, [requests[:5], [], requests[5:]])
+    assert requests[5].generated == alone.tokens
+    assert requests[5].generated[:5] == [301, 302, 303, 304, 305]
+    assert requests[5].likeliest == alone.likeliest
+    assert len(requests[5].likeliest) == len(requests[5].generated)
+    assert not requests[0].likeliest
+
+
 # -- every policy ----------------------------------------------------------------------------------
 
 

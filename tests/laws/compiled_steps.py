@@ -140,7 +140,7 @@ def checked_steps(policy, shapes: tuple, place: NamedSharding) -> Any:
     """Lowers the steps of lanes with a grammar."""
     num_steps = shapes[9] if policy.can_undo else 1
     forced = jax.ShapeDtypeStruct((num_steps, *shapes[5].shape), jnp.int32, sharding=place)
-    return programs.decode.lower(*shapes[:9], num_steps, shapes[10], forced)
+    return programs.decode.lower(*shapes[:9], num_steps, shapes[10], programs.Checks(forced))
 
 
 def memory_of_checked(policy, place: NamedSharding) -> dict:

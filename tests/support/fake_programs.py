@@ -270,7 +270,7 @@ def decode(
     rule,
     num_steps,
     end_tokens,
-    forced=None,
+    checks=None,
 ):
     """Fake `programs.decode`. The trail has all pages after each step."""
     del host
@@ -289,6 +289,7 @@ def decode(
             logprobs = None if drawn.logprobs is None else _logprobs(cache.seen, chosen)
             best = dict(likeliest=likely, highest=jnp.zeros(likely.shape))
             drawn = drawn.replace(tokens=chosen, logprobs=logprobs, **best)
+        if checks is not None:
             hidden = jnp.stack([read.astype(jnp.float32), broken.astype(jnp.float32)], -1)
             trail = programs.Trail(hidden, cache.seen)
             if policy.can_undo:
@@ -302,7 +303,8 @@ def decode(
 
     remaining, endless = remaining % programs.ENDLESS, remaining >= programs.ENDLESS
     remaining = jnp.where(jnp.isin(tokens, ends) & ~endless, 0, remaining)
-    chosen = rule.tokens if isinstance(rule, Given) else None, forced
+    given = rule.tokens if isinstance(rule, Given) else None
+    chosen = given, None if checks is None else checks.forced
     carry = cache, tokens, remaining
     (cache, newest, _), (steps, trail) = jax.lax.scan(step, carry, chosen, length=num_steps)
     frozen = _frozen(policy, cache.lengths)
