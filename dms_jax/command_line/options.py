@@ -112,11 +112,11 @@ def _shipped(option: str, name: str, names: Sequence[str]) -> str | pathlib.Path
 def load_model(
     name: str, adapter: str | None, dtype: str | None, mesh: jax.sharding.Mesh | None = None
 ) -> dms_jax.LanguageModel:
-    """Loads --model with --adapter; warns if its training ended short of the target ratio."""
+    """Loads --model with --adapter, merged; warns if its training ended short of the ratio."""
     found, beside = find_both(name, adapter)
     for each in filter(None, (found, beside)):
         tell_if_short(each)
-    return dms_jax.load(found, dtype=dtype, adapter=beside, mesh=mesh)
+    return dms_jax.load(found, dtype=dtype, adapter=beside, merge=True, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Loading: formats, the hub, dtypes, meshes, and every kind of damage."""
 
+import collections
 import json
 import pathlib
 import shutil
@@ -15,13 +16,14 @@ import pytest
 from flax import nnx
 
 from dms_jax import assets, sharding
-from dms_jax.checkpoint import load
+from dms_jax.checkpoint import load, load_parameters
 from dms_jax.checkpoint.weights import Weights
 from dms_jax.errors import CheckpointError, ConfigError
 from dms_jax.policies import TOVA, Vanilla
-from tests.checkpoint.support import copy, edit_config, rewrite, tensors
+from tests.checkpoint.support import GOLDEN, copy, edit_config, rewrite, tensors
 
 INDEX = "model.safetensors.index.json"
+FAMILIES = ("qwen3", "llama31", "phi3", "gpt_oss", "gpt_oss_mxfp4", "qwen3_moe")
 
 
 @pytest.fixture
@@ -325,6 +327,21 @@ def test_load_onto_a_mesh(source, tmp_path):
     # KV heads that the mesh does not divide are held by every device.
     expected = heads // 2 if heads % 2 == 0 else heads
     assert {shard.data.shape[2] for shard in qkv.addressable_shards} == {expected}
+
+
+@pytest.mark.parametrize("source", FAMILIES)
+def test_long_tensors_are_read_in_parts(source, monkeypatch):
+    whole = parameters(load(GOLDEN / "families" / source))
+    reads, read = collections.Counter(), load_parameters.read_tensor
+    monkeypatch.setattr(load_parameters, "_RUN", 64)
+
+    def count(weights, layout, *rest):
+        reads[layout.name] += 1
+        return read(weights, layout, *rest)
+
+    monkeypatch.setattr(load_parameters, "read_tensor", count)
+    chex.assert_trees_all_equal(parameters(load(GOLDEN / "families" / source)), whole)
+    assert reads["model.embed_tokens.weight"] >= whole["embedding",].size / 64
 
 
 def test_no_tensor_is_read_twice(sharded, monkeypatch):

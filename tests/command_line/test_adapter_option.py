@@ -26,7 +26,7 @@ class Loaded(Exception):
 @pytest.fixture(autouse=True)
 def record(monkeypatch, tmp_path):
     def load(path, **options):
-        raise Loaded(str(path), options.get("adapter"))
+        raise Loaded(str(path), options.get("adapter"), options.get("merge"))
 
     monkeypatch.setattr(dms_jax, "load", load)
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,8 @@ def test_adapter_is_loaded_with_the_model(command, adapter):
     with pytest.raises(Loaded) as loaded:
         main([*COMMANDS[command], "--model", "m.gguf", "--adapter", adapter])
     path = dms_jax.assets.path(adapter) if adapter in SHIPPED else adapter
-    assert loaded.value.args == ("m.gguf", path)
+    merged = True if command != "retrofit" else None  # beside the weights, updates cost every step
+    assert loaded.value.args == ("m.gguf", path, merged)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -47,7 +48,7 @@ def test_shipped_adapter_as_model_loads_its_base(command, capsys):
     with pytest.raises(Loaded) as loaded:
         main(typed)
     base, adapter = map(dms_jax.assets.path, ("reasoner-11m", "reasoner-11m-dms"))
-    assert loaded.value.args == (str(base), adapter)
+    assert loaded.value.args[:2] == (str(base), adapter)
     assert main([*typed, "--adapter", "a"]) == 2
     assert "--model reasoner-11m-dms is reasoner-11m with its adapter" in capsys.readouterr().err
 

@@ -147,7 +147,9 @@ def test_names_are_unique_and_needs_come_first(config):
     assert not set("/:") & set("".join(names))
     for place, piece in enumerate(plan):
         assert set(piece.needs) <= set(names[:place]), piece.name
-    assert sum(name.startswith("train-") for name in names) == 3 * 3 + 7
+    assert sum(name.startswith("train-") for name in names) == (
+        3 * 3 + len(campaign.TRAININGS) - len(campaign.SEVERAL)
+    )
 
 
 def test_rivals_get_the_measured_peak_of_the_retrofit(config):
