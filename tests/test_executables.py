@@ -241,7 +241,7 @@ def calls_of(engine: Engine):
     """Returns programs of steps and one of prompts, with their arguments."""
     calls = precompile._Calls(engine.runner, Sampling(temperature=0.5, top_k=3).filter)
     shape = next(iter(engine.shapes.one_pass.every(64)))[0]
-    checked = calls.checked([4], [8], (2,))
+    checked = calls.checked([4], [8], (2,), {False, True})
     return calls.steps(4, 8, (2,)), *checked, calls.extend(shape, 4)
 
 

@@ -1,9 +1,8 @@
 """Load the parameters of a model from the tensors of a checkpoint.
 
 One message names every missing, unexpected and mis-shaped tensor before any data is read. Then
-two parameters are loaded at a time, so that one is read while the other goes to its device, and the
-tensors of each in threads. With a mesh, each device's slice is read directly from the files. So
-memory never holds a second copy of the model.
+parameters are loaded one at a time, the tensors of each in threads. With a mesh, each device's
+slice is read directly from the files. So memory never holds a second copy of the model.
 """
 
 import concurrent.futures
@@ -62,22 +61,15 @@ def load_parameters(
     """
     abstract, pieces_of = _checked(config, weights, adapter)
     parameters, arrays = parameters_of(abstract), {}
-
-    def read(path: Path) -> jax.Array:
-        return read_parameter(
-            weights,
-            pieces_of[path],
-            parameters[path].get_value().shape,
-            dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
-            place=place_of(parameters[path], mesh, rules),
-        )
-
-    with (
-        compilation.counted(len(parameters), "Loading", "array") as count,
-        concurrent.futures.ThreadPoolExecutor(1) as pool,
-    ):
-        for path, array in zip(parameters, pool.map(read, parameters), strict=True):
-            arrays[path] = array
+    with compilation.counted(len(parameters), "Loading", "array") as count:
+        for path, param in parameters.items():
+            arrays[path] = read_parameter(
+                weights,
+                pieces_of[path],
+                param.get_value().shape,
+                dtype=adapter_dtype if names.is_adapter(pieces_of[path]) else dtype,
+                place=place_of(param, mesh, rules),
+            )
             count()
     return with_arrays(abstract, arrays)
 
