@@ -227,6 +227,7 @@ class CheckedSteps:
         num_steps: int,
         most: int,
         meanwhile: Iterator[None],
+        waits: bool = True,
     ) -> None:
         """Launches up to `num_steps` steps; the last program may be in flight afterwards.
 
@@ -236,6 +237,8 @@ class CheckedSteps:
           num_steps: number of steps.
           most: the most steps of a program; divides `num_steps`.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
+          waits: whether to wait for all tokens but those of the last program; else two programs are
+            in flight afterwards.
         """
         self._seeds, self._rule = self._runner.seeds, rule
         if self._runner.model.mesh is None:  # arrays are sent once for all steps
@@ -253,15 +256,20 @@ class CheckedSteps:
         with use_mesh(self._runner.model.mesh):
             while left:
                 ahead = self._runner.takes_back and self._refused < MOST_REFUSED
-                size = most if self._refused < FEW_REFUSED and most <= left else 1
+                size = self.size_of(most) if most <= left else 1
                 if not self._runner.appends:  # both programs in flight have as many steps
                     ahead = ahead and all(each.size == size for each in self._launched)
                 self._resolve(1 if ahead else 0, meanwhile)
                 if not self._going.any():
                     return
                 self._launch(self._going, size)
-                self._resolve(1, meanwhile)
                 left -= size
+            if waits:
+                self._resolve(1, meanwhile)
+
+    def size_of(self, most: int) -> int:
+        """Returns the steps of the next program, at most `most`: one if many tokens are refused."""
+        return most if self._refused < FEW_REFUSED else 1
 
     def settle(self, tokens: Int[np.ndarray | Array, " B"]) -> None:
         """Waits for all steps and checks their tokens.
