@@ -155,10 +155,11 @@ def test_killed_server_and_changed_option(fleet):
     prompts = wait_for(fleet.replicas, 1)
     killed, other = prompts
     lost, kept = (sorted(prompts[each])[:EACH] for each in (killed, other))
+    server = server_of(killed)  # before answers begin, which may end while it is looked up
     streams = fleet.ask(kept + lost)
     wait_for(lambda: all(each.text for each in streams))
     assert not any(each.end for each in streams)
-    os.kill(server_of(killed), signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
     after = fleet.answers(lost, 8)
     assert {(each.end, each.replica) for each in after} == {("[DONE]", other)}
     assert killed not in wait_for(fleet.replicas, 1)
