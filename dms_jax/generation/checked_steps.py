@@ -9,9 +9,9 @@ drawn again under a mask. Other lanes do not notice:
     device | steps 1-8 | steps 9-16 | draw 3 again: lane 5  | steps 17-24; lane 5 runs steps 4-11
     host               | check 1-8: lane 5 refuses 3, mask  | check 9-16, but not of lane 5 | ...
 
-While a program is checked, the next one runs, also between two chunks: the engine records results,
-sends text and admits requests meanwhile. `CheckedSteps.settle` checks that program too, where the
-engine needs all results.
+While a program is checked, the next one runs. Between two chunks two programs are in flight: the
+engine records results, sends text and admits requests meanwhile. `CheckedSteps.settle` checks these
+too, where the engine needs all results.
 
 To take steps back, a program keeps the state of each row after each step, and what the slots held
 that its steps may overwrite (`programs.Trail`).
@@ -227,9 +227,8 @@ class CheckedSteps:
         num_steps: int,
         most: int,
         meanwhile: Iterator[None],
-        waits: bool = True,
     ) -> None:
-        """Launches up to `num_steps` steps; the last program may be in flight afterwards.
+        """Launches up to `num_steps` steps; the last two programs may be in flight afterwards.
 
         Args:
           running: lane -> its request.
@@ -237,8 +236,6 @@ class CheckedSteps:
           num_steps: number of steps.
           most: the most steps of a program; divides `num_steps`.
           meanwhile: work of the host, in short parts, to do while it waits for tokens.
-          waits: whether to wait for all tokens but those of the last program; else two programs are
-            in flight afterwards.
         """
         self._seeds, self._rule = self._runner.seeds, rule
         if self._runner.model.mesh is None:  # arrays are sent once for all steps
@@ -256,7 +253,7 @@ class CheckedSteps:
         with use_mesh(self._runner.model.mesh):
             while left:
                 ahead = self._runner.takes_back and self._refused < MOST_REFUSED
-                size = self.size_of(most) if most <= left else 1
+                size = most if self._refused < FEW_REFUSED and most <= left else 1
                 if not self._runner.appends:  # both programs in flight have as many steps
                     ahead = ahead and all(each.size == size for each in self._launched)
                 self._resolve(1 if ahead else 0, meanwhile)
@@ -264,12 +261,6 @@ class CheckedSteps:
                     return
                 self._launch(self._going, size)
                 left -= size
-            if waits:
-                self._resolve(1, meanwhile)
-
-    def size_of(self, most: int) -> int:
-        """Returns the steps of the next program, at most `most`: one if many tokens are refused."""
-        return most if self._refused < FEW_REFUSED else 1
 
     def settle(self, tokens: Int[np.ndarray | Array, " B"]) -> None:
         """Waits for all steps and checks their tokens.

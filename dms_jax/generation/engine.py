@@ -355,44 +355,27 @@ class Call:
         reservation, num_steps = self.runner.reservation, self.engine.chunk
         if self._is_open and self._prefill.has_tokens:
             num_steps = min(num_steps, self.engine.steps_between_prompts)
-        size = steps_a_program(self.runner, num_steps)
-        extra = self._reserve_steps(num_steps)
+        extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
+        if in_flight.has_steps and not reservation.fits_table(extra):
+            self._finish_steps()
+            extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
+        self._reserve_or_preempt(extra, prompt=False)
         before = len(in_flight.programs)
         reports_now = self._is_open and bool(in_flight.drawn or in_flight.has_steps)
         reads_on = in_flight.reads_on
-        running, first = scheduler.decoding, num_steps
-        if reports_now:
-            first = in_flight.first_steps(running, num_steps, size)
         with contextlib.closing(self._finish_last_chunk(before, reads_on)) as work:
-            given = self._rule(), first, size, extra, work
-            in_flight.launch_steps(running, *given, waits=first == num_steps)
+            given = self._rule(), num_steps, extra, work
+            in_flight.launch_steps(scheduler.decoding, *given)
             collections.deque(work, maxlen=0)  # the rest, while the steps run
-        if reports_now:  # first tokens are sent before their next steps are collected
-            if in_flight.is_checking:
-                in_flight.collect_steps(len(in_flight.programs))
-            scheduler.finish_and_notify(cancel=not reads_on)
-        if left := num_steps - first:
-            extra = self._reserve_steps(left)
-            in_flight.launch_steps(
-                scheduler.decoding, self._rule(), left, size, extra, meanwhile=iter(())
-            )
         reservation.trim()
         scheduler.record_peak_bytes()
+        if reports_now:  # first tokens are sent before their next steps are collected
+            scheduler.finish_and_notify(cancel=not reads_on)
         self._collect_last_steps()
         if self._waits:
             scheduler.finish_and_notify()
         else:
             scheduler.finish(cancel=not reads_on)
-
-    def _reserve_steps(self, num_steps: int) -> np.ndarray:
-        """Reserves pages for steps of all answers; returns the most of each lane."""
-        in_flight, scheduler = self.in_flight, self.scheduler
-        extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
-        if in_flight.has_steps and not self.runner.reservation.fits_table(extra):
-            self._finish_steps()
-            extra = np.minimum(in_flight.remaining(scheduler.decoding), num_steps)
-        self._reserve_or_preempt(extra, prompt=False)
-        return extra
 
     def _collect_last_steps(self) -> None:
         """Collects the programs of a chunk that need not stay in flight until the next launch.

@@ -82,28 +82,23 @@ class InFlight:
         running: Mapping[int, Request],
         rule: Filter | None,
         num_steps: int,
-        size: int,
         reserved: Int[np.ndarray, " B"],
         meanwhile: Iterator[None],
-        *,
-        waits: bool = True,
     ) -> None:
-        """Launches steps, while any lane may have a token to generate.
+        """Launches a chunk of steps, while any lane may have a token to generate.
 
         Args:
           running: lane -> its request.
           rule: sampling settings; None if answers are given.
-          num_steps: number of steps.
-          size: steps of a program, which divide them; see `steps_a_program`.
+          num_steps: number of steps; see `steps_a_program`.
           reserved: number of steps for which each lane has pages.
           meanwhile: work of the host, in short parts, to do while it waits for tokens to check.
-          waits: see `CheckedSteps.run`.
         """
         remaining = self.remaining(running)
         going = {lane: each for lane, each in running.items() if remaining[lane]}
         bound = {lane: each for lane, each in going.items() if each.matcher is not None}
         if self.runner.host is not None and bound:  # KCache's values are written between steps
-            num_steps = size = 1
+            num_steps = 1
         if bound:
             assert rule is not None, "answers that are given have no grammar"
             if self.checked is None:
@@ -114,13 +109,13 @@ class InFlight:
                 np.minimum(remaining, reserved),  # steps taken back may have added to it
                 rule,
                 num_steps=num_steps,
-                most=self.runner.checked_size(size),
+                most=self.runner.checked_size(steps_a_program(self.runner, num_steps)),
                 meanwhile=meanwhile,
-                waits=waits,
             )
             self._take_checked()
             return
         self._settle()
+        size = steps_a_program(self.runner, num_steps)
         for _ in range(0, num_steps, size):
             if not remaining.any():  # at once if only first tokens were asked for
                 return
@@ -134,22 +129,6 @@ class InFlight:
             self.programs.append((program, dict(running)))
             self.last_tokens = program.newest
             remaining = np.maximum(remaining - size, 0)
-
-    def first_steps(self, running: Mapping[int, Request], num_steps: int, size: int) -> int:
-        """Returns the steps of a chunk to launch before its other work.
-
-        All of them, but two programs of steps whose tokens are checked: a third launch waits for
-        the check of the first.
-
-        Args:
-          running: lane -> its request.
-          num_steps: number of steps of the chunk.
-          size: steps of a program, which divide them.
-        """
-        bound = any(each.matcher is not None for each in running.values())
-        if not bound or self.runner.host is not None:
-            return num_steps
-        return min(-(-2 * self.runner.checked_size(size) // size) * size, num_steps)
 
     @property
     def has_steps(self) -> bool:

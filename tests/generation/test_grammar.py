@@ -630,36 +630,6 @@ def test_opening_joins_answers_with_grammars():
     assert not requests[0].likeliest
 
 
-@pytest.mark.usefixtures("fakes")
-def test_first_tokens_are_sent_before_the_third_program_of_a_chunk(monkeypatch):
-    """So are the last tokens of the chunk before. A chunk is four programs, as without grammars."""
-    engine = Engine(stories(), num_lanes=8, max_tokens=128, page_size=16, chunk=32)
-    sampling = Sampling(temperature=0.7, max_new_tokens=70, grammar=Grammar.regex(r"(.|\n)*"))
-    requests = [
-        make_request(engine.model.config, prompt, sampling, index=index, seed=index)
-        for index, prompt in enumerate(prompts((5, 9, 4, 7, 6, 11)))
-    ]
-    events, launch = [], CheckedSteps._launch
-
-    def launched(steps, going, size):
-        events.append(f"{size} steps")
-        launch(steps, going, size)
-
-    monkeypatch.setattr(CheckedSteps, "_launch", launched)
-    serve_arrivals(
-        engine,
-        [requests[:5], [], requests[5:]],
-        on_tokens=lambda update: events.append((update.index, len(update.tokens))),
-    )
-    steps = ["8 steps"] * 2
-    assert events[:7] == [*steps, *((index, 1) for index in range(5))]
-    place = events.index((5, 1))
-    assert events[place - 5 : place] == [(index, 8) for index in range(5)]
-    assert events[place + 1 : place + 3] == steps
-    for request in requests:
-        assert len(request.generated) == 70
-
-
 # -- every policy ----------------------------------------------------------------------------------
 
 
